@@ -313,6 +313,7 @@ class Trainer:
         gc.freeze()
         self.signals.install()  # before this, there is nothing to save
         self.complete_resumed_step()
+        self.stop_where_configured()
         self.model.train()
         while self.step < self.run.max_steps and not self.stopping:
             self.watchdog.on_step_start(self.step)
@@ -336,6 +337,7 @@ class Trainer:
             if self.is_due(self.hp.report_rate):
                 self.report()
             self.evaluate()
+            self.stop_where_configured()
             if self.stopping or self.is_due(self.hp.checkpoint_rate):
                 is_last = self.stopping or self.step == self.run.max_steps
                 self.save(wait=is_last or not self.hp.async_checkpoint)
@@ -383,6 +385,13 @@ class Trainer:
         if self.signals.received or self.search_stop.reason is not None:
             return True
         return master.should_preempt(self.context, self.run.trial)
+
+    def stop_where_configured(self) -> None:
+        """Stop after `stop_at_step`, with the reports and evaluations that are due there."""
+        stop = self.hp.stop_at_step
+        if stop is not None and stop <= self.step < self.run.max_steps and not self.stopping:
+            self.stopping = True
+            self.search_stop.reason = f"as stop_at_step is {stop}; rerun without it to resume"
 
     def is_due(self, rate: int | None) -> bool:
         """Return whether what is done every `rate` steps, and after the last one, is done now.
@@ -536,7 +545,7 @@ class Trainer:
         """Acknowledge a preemption, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
-            if self.run.trial is None:
+            if self.run.trial is None and self.search_stop.reason is None:
                 code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
             # After an acknowledgement, exit code 0 means that the trial resumes; else, as after the
             # search has stopped it, that it is complete. Off the cluster, this does nothing.

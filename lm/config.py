@@ -71,6 +71,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         " generate",
         json_schema_extra={"aliases": ["num_train_epochs", "epochs"]},
     )
+    stop_at_step: Unlogged[int | None] = Field(
+        None,
+        gt=0,
+        description="stop after this step with a checkpoint, in the schedule of all steps; null ="
+        " train them all",
+    )
     seed: Varied[Fixed[int | None]] = Field(
         None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42"
     )

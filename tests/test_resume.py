@@ -63,6 +63,22 @@ def test_resume_after_five_steps_equals_ten_bit_for_bit(reference: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_stop_at_step_keeps_the_schedule_of_all_steps(tmp_path: Path) -> None:
+    decaying = RUN | {"lr_schedule": "cosine"}
+    run_fsdp(tmp_path / "whole", code=0, config=decaying)
+    parts = tmp_path / "parts"
+    for _ in range(2):  # the second start is already there
+        result = run_fsdp(
+            parts, "stop_at_step=3", code=0, config=decaying, RESTART_WHEN_STOPPED="1"
+        )
+        assert "stopped after step 3/10 as stop_at_step is 3" in result.stdout
+        assert list(checkpoints_by_step(parts)) == [3]
+    run_fsdp(parts, code=0, config=decaying)
+    for group in ("training", "validation"):
+        assert read_exact_metrics(parts, group) == read_exact_metrics(tmp_path / "whole", group)
+
+
+@pytest.mark.slow
 def test_resume_with_another_world_size(tmp_path: Path) -> None:
     quiet = RUN | {"dropout": 0.0}
     run_fsdp(tmp_path / "2", ranks=2, config=quiet, code=0)
