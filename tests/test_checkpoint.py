@@ -434,20 +434,27 @@ def test_checkpoint_list_says_what_is_complete_or_why_not(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = (checkpoints_by_step(stopped)[step] for step in (2, 4, 6))
-    flip(first / SHARDS[0])
+    truncated = (first / SHARDS[0]).read_bytes()[:-1]
+    (first / SHARDS[0]).write_bytes(truncated)
     (second / MANIFEST).unlink()
     (stopped / "runs/test/checkpoints/.deleted-x").mkdir()
     assert main(["list", str(stopped / "runs" / "test")]) == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines.keys() == {first.name, second.name, third.name}
-    assert re.search(f"not complete: {first}/{SHARDS[0]}: .*checksum", lines[first.name])
+    assert re.search(f"not complete: {first}/{SHARDS[0]}: has .* bytes", lines[first.name])
     assert re.search(f"not complete: {second}: .*{MANIFEST}: No such file", lines[second.name])
     manifest = read_manifest(third)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     assert lines[third.name].startswith(f"{third.name}  step 6  {when}  369.0 KiB  ")
     assert lines[third.name].endswith(
-        f"full-shard x 1  validation loss {manifest.validation_loss:.4f}  complete  best"
+        f"full-shard x 1  validation loss {manifest.validation_loss:.4f}  all files present  best"
     )
+    flip(third / SHARDS[0])  # which only `verify` reads
+    (first / MANIFEST).unlink()
+    assert main(["list", str(stopped / "runs" / "test")]) == 1
+    assert lock_file(stopped / "runs" / "test" / "lock") is None
+    assert main(["list", str(stopped / "runs" / "test")]) == 0, "the run is saving"
+    assert f"{second.name}  is being saved" in capsys.readouterr().out
 
 
 def test_checkpoint_verify_prints_complete_or_the_damaged_file(

@@ -252,8 +252,10 @@ def test_verify_refuses_what_loading_refuses(
     capsys.readouterr()
     assert main(["verify", str(saved)]) == 1
     assert capsys.readouterr().err == f"{line}\n"
-    assert main(["list", str(saved.parent.parent)]) == 1
-    assert capsys.readouterr().out == f"saved  not complete: {line}\n"
+    is_seen_without_values = all(word not in line for word in ("checksum", "NaN"))
+    assert main(["list", str(saved.parent.parent)]) == is_seen_without_values
+    if is_seen_without_values:
+        assert capsys.readouterr().out == f"saved  not complete: {line}\n"
 
 
 @pytest.mark.parametrize("name", [WEIGHTS_FILE, OPTIM_SHARDS[0], TOKENIZER_JSON])

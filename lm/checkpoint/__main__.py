@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm.checkpoint.bucket import is_url
-from lm.checkpoint.contents import require_sizes_of_model, verify
+from lm.checkpoint.contents import find_tensors, require_sizes_of_model, verify
 from lm.checkpoint.locate import find_checkpoint, locate_checkpoint, store_at
-from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
 from lm.units import format_bytes
@@ -38,7 +38,11 @@ def describe(name: str, manifest: Manifest, checked: str) -> str:
 
 @oserror_as_config_error
 def list_run(run: str) -> tuple[list[str], bool]:
-    """Return a line for each checkpoint of the run at a path or URL, and if all are complete."""
+    """Return a line for each checkpoint of the run at a path or URL.
+
+    Returns:
+        The lines, and whether all are complete, as far as the run is not saving.
+    """
     store = store_at(run)
     saved, errors = store.list_saved()
     if not saved and not errors:
@@ -49,20 +53,25 @@ def list_run(run: str) -> tuple[list[str], bool]:
         location = store.locate(entry.name)
         try:
             manifest = store.read_manifest(location)
-            checked = "complete"
-            if is_url(run):
-                require_sizes_of_model(location, manifest)
-                checked = "all files present"
-            else:
-                verify(Path(location), manifest)
-            lines[entry] = describe(entry.name, manifest, checked)
+            require_sizes_of_model(location, manifest)
+            if not is_url(run):
+                find_tensors(Path(location), manifest)
+            lines[entry] = describe(entry.name, manifest, "all files present")
         except CheckpointError as error:
             errors[location] = error
+    saving: list[str] = []
+    if store.is_in_use():
+        saving = [where for where, error in errors.items() if isinstance(error, NoManifestError)]
     best = find_best(list(lines))
     if best is not None:
         lines[best] += "  best"
-    problems = [f"{Path(where).name}  not complete: {error}" for where, error in errors.items()]
-    return [*lines.values(), *problems], not errors
+    found = list(lines.values())
+    for where in saving:
+        found.append(f"{Path(where).name}  is being saved, or was when a kill ended the run before")
+        del errors[where]
+    for where, error in errors.items():
+        found.append(f"{Path(where).name}  not complete: {error}")
+    return found, not errors
 
 
 @command

@@ -59,6 +59,10 @@ class CheckpointError(RunError):
     """A directory is not a complete, intact checkpoint. Names the file and the reason."""
 
 
+class NoManifestError(CheckpointError):
+    """A directory has no manifest: it is being saved, or a kill ended that."""
+
+
 class FileRecord(BaseModel, frozen=True, extra="forbid"):
     """Size and checksum of a file."""
 
@@ -173,7 +177,8 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
         if check_files:
             check_sizes(directory, manifest, lambda name: _size(directory / name, stat.S_ISREG))
     except OSError as error:
-        raise CheckpointError(
+        kind = NoManifestError if isinstance(error, FileNotFoundError) else CheckpointError
+        raise kind(
             f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}"
         ) from None
     return manifest

@@ -32,7 +32,7 @@ from lm.checkpoint.store import (
 )
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
-from lm.runtime.lease import Lease
+from lm.runtime.lease import Lease, is_held
 from lm.runtime.run_dir import ASIDE, FIRST_CHECKPOINT, TRANSFER_PREFIX, move_aside
 from lm.runtime.world import World
 
@@ -101,6 +101,9 @@ class BucketCheckpoints(CheckpointStore):
         if name not in self._manifests:
             self._manifests[name] = self.bucket.read(f"checkpoints/{name}/{MANIFEST}")
         return self._manifests[name]
+
+    def is_in_use(self) -> bool:
+        return is_held(self.bucket)
 
     def was_committed(self) -> bool:
         paths = self.bucket.sizes("checkpoints")

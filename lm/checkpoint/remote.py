@@ -10,7 +10,14 @@ from pathlib import Path
 
 from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.contents import require_sizes_of_model
-from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, check_sizes, parse_manifest
+from lm.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    NoManifestError,
+    check_sizes,
+    parse_manifest,
+)
 from lm.errors import RunError
 from lm.fileio import MAX_JSON_BYTES
 from lm.runtime.run_dir import TRANSFER_PREFIX
@@ -31,7 +38,7 @@ def parse_checked(url: str, sizes: Mapping[str, int], read: Callable[[], bytes])
     """
     size = sizes.get(MANIFEST, 0)
     if size == 0:
-        raise CheckpointError(f"{url}: not a complete checkpoint, {MANIFEST}: missing")
+        raise NoManifestError(f"{url}: not a complete checkpoint, {MANIFEST}: missing")
     if size > MAX_JSON_BYTES:
         problem = f"{size:,} bytes, but at most {MAX_JSON_BYTES:,} are read"
         raise CheckpointError(f"{url}: not a complete checkpoint, {MANIFEST}: {problem}")

@@ -26,6 +26,7 @@ from lm.fileio import read_bytes, replace_durably, sync_directory
 from lm.runtime.run_dir import (
     FIRST_CHECKPOINT,
     TRANSFER_PREFIX,
+    is_locked,
     move_aside,
     release_leases,
     require_locked,
@@ -74,6 +75,10 @@ class CheckpointStore(ABC):
     @abstractmethod
     def was_committed(self) -> bool:
         """Return whether a checkpoint of this run was ever complete."""
+
+    def is_in_use(self) -> bool:
+        """Return whether a run writes here now."""
+        return False
 
     @abstractmethod
     def locate(self, name: str) -> str:
@@ -212,6 +217,11 @@ class LocalCheckpoints(CheckpointStore):
                 except CheckpointError as error:
                     incomplete[str(path)] = error
         return sorted(saved), incomplete
+
+    def is_in_use(self) -> bool:
+        with suppress(OSError):  # another user's
+            return is_locked(self.path.parent / "lock")
+        return False
 
     def was_committed(self) -> bool:
         if (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}")):
