@@ -316,6 +316,8 @@ def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
         if "total_batch_size" in different:
             hint = f" (with other ranks or batch_size: total_batch_size={old['total_batch_size']})"
         remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
+        if "train_data" in different:
+            remedy += "; init_from with this run's directory keeps its weights"
         raise ConfigError(*different.values(), f"this would be a different run: {remedy}")
     require_same_base(saved, run_info)
     return [change for key, change in changes.items() if key not in UNLOGGED]

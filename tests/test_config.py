@@ -639,7 +639,9 @@ def test_resume_refuses_changes_that_make_another_run(
     done = run_fsdp(two_steps, "max_steps=4", *overrides, config=RUN, code=2)
     for key, (old, new) in changes.items():
         assert re.search(rf"{key}: .*\b{old}\b.*\b{new}\b", done.stderr), done.stderr
-    assert "resume=fresh" in done.stderr.splitlines()[-1]
+    remedy = done.stderr.splitlines()[-1]
+    assert "resume=fresh" in remedy
+    assert ("init_from" in remedy) == ("train_data" in changes)
     assert "lr:" not in done.stderr
     assert digests(two_steps) == before
 
