@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
+from lm.errors import make_printable
+
 MAX_JSON_BYTES = 8 << 20
 """Of a manifest, a config.json, an index or a safetensors header.
 
@@ -155,9 +157,8 @@ def read_records(path: Path, kind: type[L], size: int | None = None) -> Iterator
             except ValidationError as error:
                 if line.endswith(b"\n") or file.tell() < size:
                     n_left_out += 1
-                    first_problem = (
-                        first_problem or f"{number}: left out: {describe_invalid(error)}"
-                    )
+                    if not first_problem:
+                        first_problem = f"{number}: left out: {describe_invalid(error)}"
                 continue
             yield record
     if n_left_out:
@@ -175,7 +176,7 @@ def _read_lines(file: BufferedReader, end: int) -> Iterator[bytes]:
 @functools.cache
 def print_once(line: str) -> None:
     """Print `line` to stderr, unless this process has already printed it."""
-    print(line, file=sys.stderr)
+    print(make_printable(line), file=sys.stderr)
 
 
 def drop_records(path: Path, kind: type[L], step: int, is_kept: Callable[[L], bool]) -> None:

@@ -370,6 +370,8 @@ class Tracker(Sink):
 
     def _send_all(self, run: TrackedRun) -> None:
         client = _CLIENTS[self._name](run)
+        if self._is_off:  # it has taken too long
+            return
         self._info(f"tracker {self._name}: {_without_login(client.where)}")
         if client.needs_history:
             for record in run.records():

@@ -144,7 +144,7 @@ class RunDir:
         except OSError as error:
             raise ConfigError(
                 f"{self.checkpoints.absolute()}: a test of what saving needs (write, flush, rename)"
-                f" failed: {error.strerror}; start on another file system"
+                f" failed: {error.strerror}; free space, or start on another file system"
             ) from None
 
     def _require_same_directory(self, holder: str) -> None:
