@@ -146,7 +146,8 @@ def read_records(path: Path, kind: type[L], size: int | None = None) -> Iterator
     Args:
         size: how many bytes of the file are read; None = all.
     """
-    first_problem = ""
+    first_left_out = 0
+    problem = ""
     n_left_out = 0
     with suppress(FileNotFoundError), open(path, "rb", opener=open_regular) as file:
         if size is None:
@@ -157,12 +158,13 @@ def read_records(path: Path, kind: type[L], size: int | None = None) -> Iterator
             except ValidationError as error:
                 if line.endswith(b"\n") or file.tell() < size:
                     n_left_out += 1
-                    if not first_problem:
-                        first_problem = f"{number}: left out: {describe_invalid(error)}"
+                    if n_left_out == 1:
+                        first_left_out = number
+                        problem = describe_invalid(error)
                 continue
             yield record
     if n_left_out:
-        print_once(f"{path}:{first_problem}; left out in all: {n_left_out:,}")
+        print_once(f"{path}:{first_left_out}: left out ({n_left_out:,} in all): {problem}")
 
 
 def _read_lines(file: BufferedReader, end: int) -> Iterator[bytes]:

@@ -168,14 +168,15 @@ def test_report_ignores_lines_that_are_no_records(capsys: pytest.CaptureFixture[
         assert report.RunRecords(run).summarize() == before
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3
-    assert said[0].startswith("runs/a/metrics.jsonl:5: ")
-    assert said[0].endswith(": 6")
+    assert said[0].startswith("runs/a/metrics.jsonl:5: left out (6 in all): ")
     (run / "metrics.jsonl").write_text('{"group": "g", "step": 1, "time": 1, "\\u001b[2J": "x"}\n')
     assert report.RunRecords(run).step == 0
     assert "\\x1b[2J: Input should be a valid number" in capsys.readouterr().err
     (run / "sessions.jsonl").write_text("{}\n")
     assert "wall time" not in report.RunRecords(run).summarize()
-    assert capsys.readouterr().err.startswith("runs/a/sessions.jsonl:1: left out: step: ")
+    assert capsys.readouterr().err.startswith(
+        "runs/a/sessions.jsonl:1: left out (1 in all): step: "
+    )
 
 
 WRONG_VALUES: list[dict[str, object]] = [
