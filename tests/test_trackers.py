@@ -576,8 +576,13 @@ def log_in_another_process(
     run_dir: str = "Path('.')",
     info: str = "None",
     step: int = 1,
+    timeout: int = 100,
 ) -> list[str]:
-    """Log one report to the trackers `names` as a run of one step; return the lines about them."""
+    """Log one report to the trackers `names` as a run of one step; return the lines about them.
+
+    Args:
+        timeout: how long they may take at the end (seconds).
+    """
     script = f"""
 import os, sys
 from pathlib import Path
@@ -585,7 +590,7 @@ from types import SimpleNamespace
 from determined.core import DummyTrainContext
 from lm.metrics import trackers
 from lm.metrics.logger import MetricLogger
-trackers.CLOSE_TIMEOUT = 10
+trackers.CLOSE_TIMEOUT = {timeout}
 opened = MetricLogger(0, {run_dir}, DummyTrainContext(), 100, {info})
 opened.start({step - 1}, hyperparameters={{"tracker": {list(names)}}})
 opened.log("training", {step}, {{"loss": {step}.0}})
@@ -597,7 +602,7 @@ os._exit(0)
     command = [sys.executable, "-c", script]
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY)} | env
     result = subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=100
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 0, result.stderr
     assert "secret" not in result.stdout + result.stderr
@@ -622,7 +627,7 @@ def test_wandb_and_mlflow_that_never_answer(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         env = {"MLFLOW_TRACKING_URI": url, "WANDB_BASE_URL": url, "WANDB_API_KEY": 40 * "a"}
         before = time.monotonic()
-        lines = log_in_another_process(tmp_path, "wandb", "mlflow", env=env)
+        lines = log_in_another_process(tmp_path, "wandb", "mlflow", env=env, timeout=10)
         assert time.monotonic() - before < 40  # with the start of Python, and imports
     assert [line.split()[:4] for line in sorted(lines)] == [
         ["tracker", "mlflow", "is", "off,"],
