@@ -10,8 +10,10 @@ import socket
 import stat
 import sys
 import tempfile
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,17 @@ import torch
 
 from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.store import CheckpointStore
-from lm.config import DEFAULT_SEED, Hyperparameters
+from lm.config import DEFAULT_SEED, REPOSITORY, Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.data.run_data import Data, open_data
+from lm.data.tokenizer import CHAT_TEMPLATE
 from lm.data.tokens import check_token_files
 from lm.data.validation import validation_metric_names
 from lm.determined import master
-from lm.determined.search import Searcher
+from lm.determined.search import Searcher, require_inputs, search_inputs
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import adapters, weights
-from lm.hf.base import find_base
+from lm.hf.base import find_base, fingerprint_weights
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
@@ -159,8 +162,15 @@ class ResolvedRun:
         facts |= info.pop("data")
         return facts | info
 
+    def inputs(self) -> dict[str, Any]:
+        """Return what the run's results depend on, besides its hyperparameters."""
+        return fingerprint_inputs(self.hp, self.data, self.info.tasks)
+
     def session(self, world: World, step: int) -> dict[str, Any]:
-        """Return what the report says of a start after `step` steps: command, versions, machine."""
+        """Return what the report says of a start after `step` steps: command, versions, machine.
+
+        Of a trial of `lm.search` also its inputs.
+        """
         device = f"CPU of {usable_cores()} cores"
         n_gpus = 0
         if world.device.type == "cuda":
@@ -174,8 +184,8 @@ class ResolvedRun:
             "device": device,
             "host": socket.gethostname(),
             "command": shlex.join(sys.argv),
-            "versions": f"Python {platform.python_version()}, PyTorch {torch.__version__},"
-            f" Determined {det.__version__}",
+            "versions": _versions(),
+            "inputs": search_inputs(os.environ),
         }
 
     def notes(self) -> list[str]:
@@ -248,7 +258,7 @@ def preflight(
         run_dir.lock(world)
         store.start(world)
     resume_plan = world.on_rank0(plan_resume, _checkpoint_keys(hp), store, is_restart(os.environ))
-    hp = hp.model_copy(update={"seed": _seed(hp, trial)})
+    hp = hp.model_copy(update={"seed": resolve_seed(hp, trial)})
     if hp.dataset == "jsonl" and hp.chat_template_date is None:
         date = world.on_rank0(start_date, resume_plan, store)
         hp = hp.model_copy(update={"chat_template_date": date})
@@ -261,6 +271,9 @@ def preflight(
     with world.all_or_none():
         run = _resolve(hp, amp_dtype, world, trial, run_dir, resume_plan, base, memory)
     world.require_equal("ranks", run.facts(world))
+    expected = search_inputs(os.environ)
+    if expected is not None:
+        world.run_in_thread_on_rank0(lambda: require_inputs(expected, run.inputs()))
     if dry_run and world.rank == 0:
         print("\n".join([run.summary(world), *run.notes()]))
     return run
@@ -291,7 +304,8 @@ def _checkpoint_keys(hp: Hyperparameters) -> Hyperparameters:
     return hp
 
 
-def _seed(hp: Hyperparameters, trial: det.ClusterInfo | None) -> int:
+def resolve_seed(hp: Hyperparameters, trial: det.ClusterInfo | None) -> int:
+    """Return the seed of a run, or of the trial on a cluster that it is."""
     if hp.seed is not None:
         return hp.seed
     if trial is not None:
@@ -372,6 +386,40 @@ def _resolve(
     return run
 
 
+def fingerprint_inputs(hp: Hyperparameters, data: Data, tasks: str | None) -> dict[str, Any]:
+    """Return what the results of a run depend on, besides its hyperparameters, by content.
+
+    Args:
+        tasks: their fingerprint.
+    """
+    fingerprints = data.fingerprints()
+    inputs = {
+        "train_data": fingerprints["data"]["train"],
+        "val_data": fingerprints["data"]["validation"],
+        "tokenizer": fingerprints["tokenizer"],
+        "eval_tasks": tasks,
+        "versions": _versions(),
+    }
+    if data.tokenizer is not None and CHAT_TEMPLATE in data.tokenizer.files:
+        inputs["chat_template"] = sha256(data.tokenizer.files[CHAT_TEMPLATE]).hexdigest()
+    if hp.init_from is not None:
+        inputs["init_from"] = fingerprint_weights(hp.init_from)
+    return inputs
+
+
+def _versions() -> str:
+    package = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return (
+        f"{package['name']} {package['version']}, Python {platform.python_version()},"
+        f" PyTorch {torch.__version__}, Determined {det.__version__}"
+    )
+
+
+def fingerprint_tasks(tasks: Sequence[Task]) -> str:
+    """Return what identifies the questions of all tasks by content."""
+    return "; ".join(task.fingerprint() for task in tasks)
+
+
 def check_searcher(searcher: Searcher, hp: Hyperparameters, data: Data) -> None:
     """Raise ConfigError if the searcher cannot work with the metrics of a run's validations."""
     has_text = data.tokenizer is not None
@@ -450,7 +498,7 @@ def _run_info(
         total_batch_size=global_batch_size,
         hyperparameters=hyperparameters,
         model={key: hyperparameters[key] for key in ModelConfig.model_fields},
-        tasks="; ".join(task.fingerprint() for task in tasks),
+        tasks=fingerprint_tasks(tasks),
         loss_scaled=amp_dtype == torch.float16,
         trial_id=trial.trial.trial_id if trial else None,
         base=base,

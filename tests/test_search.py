@@ -26,6 +26,7 @@ from lm.search.report import Row
 from lm.search.search import Search
 from tests.support import REPOSITORY
 from tests.support.cluster.searcher import Halving
+from tests.support.hf import LLAMA, add_tokenizer, make_reference
 from tests.support.hyperparameters import TINY
 from tests.support.runs import wait_until
 
@@ -151,6 +152,10 @@ def test_random_search_runs_every_trial_to_its_end() -> None:
     replay.run()
     assert len(replay.standings) == 9
     assert {trial.state for trial in replay.standings} == {"completed", "dropped"}
+
+
+def write_lines(path: Path, *records: Any) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def write_experiment(searcher: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Path:
@@ -403,28 +408,167 @@ def test_search_restarts_a_trial_that_was_killed() -> None:
     assert losses_by_trial("tiny")["trial-1"].keys() >= {300}
 
 
-@pytest.mark.slow
-def test_search_ends_where_a_trial_cannot_resume() -> None:
-    """Its data have changed: that is not wrong with its point."""
-    text = Path("train.txt")
-    text.write_text("some text " * 3000)
-    data = {"dataset": "text", "train_data": str(text.absolute()), "vocab_size": 257}
-    run = {"max_steps": 3000, "validation_rate": 3000, "report_rate": 10}
-    write_experiment({"name": "single", "metric": "loss"}, SMALL | data | run | {"lr": 0.01})
-    search = start_search()
-    metrics = Path("runs/tiny/trial-1/metrics.jsonl")
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
-    search.send_signal(signal.SIGTERM)
-    search.communicate(timeout=300)
+TEXT: dict[str, Any] = {
+    "dataset": "text",
+    "train_data": "train.txt",
+    "val_data": "val.txt",
+    "vocab_size": 264,
+}
 
-    text.write_text("other text " * 3000)
-    search = start_search()
+
+def write_data() -> None:
+    Path("train.txt").write_text("some text " * 3000)
+    Path("val.txt").write_text("held out " * 3000)
+    write_lines(Path("own.jsonl"), {"context": "a", "choices": ["b", "c"], "gold": 0})
+
+
+def started_search(hyperparameters: Mapping[str, Any], *overrides: str) -> Search:
+    """A search whose first trial has left the files of a start."""
+    write_experiment({"name": "random", "metric": "loss", "max_trials": 2}, hyperparameters)
+    search = Search(Path("tiny.yaml"), list(overrides))
+    trial = search.trials[0]
+    trial.prepare()
+    session = {"step": 0, "inputs": dict(trial.settings.inputs)}
+    (trial.path / "sessions.jsonl").write_text(json.dumps(session) + "\n")
+    search.require_unchanged(*search.trials)
+    return search
+
+
+def edit_config(key: str, value: Any) -> None:
+    path = Path("runs/tiny/trial-1/config.yaml")
+    contents = yaml.safe_load(path.read_text())
+    contents["hyperparameters"][key] = value
+    path.write_text(yaml.safe_dump(contents))
+
+
+def edit_inputs(change: Mapping[str, str]) -> None:
+    path = Path("runs/tiny/trial-1/sessions.jsonl")
+    session = json.loads(path.read_text())
+    session["inputs"] |= change
+    path.write_text(json.dumps(session) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda: Path("train.txt").write_text("other text " * 3000), "train_data: was "),
+        (lambda: Path("val.txt").write_text("other text " * 3000), "val_data: was "),
+        (lambda: Path("val.txt").unlink(), "val_data"),
+        (lambda: write_lines(Path("own.jsonl"), *OTHER_QUESTIONS), "eval_tasks: was own: 1 q"),
+        (lambda: edit_inputs({"versions": "PyTorch 2.11.0"}), "versions: was PyTorch 2.11.0, is"),
+        (lambda: edit_config("lr", 0.5), "lr: was "),
+        (lambda: edit_config("seed", 7), "seed: was 42, is now 7"),
+        (lambda: edit_config("n_layers", None), "n_layers: was 1, is now None"),
+    ],
+)
+def test_search_names_what_makes_its_trials_incomparable(
+    change: Callable[[], Any], name: str
+) -> None:
+    write_data()
+    hyperparameters = SMALL | TEXT | {"eval_tasks": ["own.jsonl"]}
+    started_search(hyperparameters)
+    change()
+    with pytest.raises(ConfigError) as raised:
+        Search(Path("tiny.yaml"), []).save()
+    (line,) = raised.value.problems
+    assert name in line
+
+
+OTHER_QUESTIONS = [{"context": "a", "choices": ["b", "d"], "gold": 1}] * 2
+
+
+@pytest.mark.slow
+def test_search_names_other_weights_and_templates() -> None:
+    add_tokenizer(Path("hf"), 290)
+    make_reference(LLAMA | {"vocab_size": 290}, 0).save_pretrained("hf")
+    Path("template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    write_lines(Path("chat.jsonl"), *[{"text": "some text"}] * 200)
+    chat = {"dataset": "jsonl", "train_data": "chat.jsonl", "init_from": "hf", "tokenizer": "hf"}
+    chat |= {"chat_template": "template.jinja", "lr": SMALL["lr"], "max_steps": 8}
+    started_search(chat | {"max_seq_len": 32})
+    make_reference(LLAMA | {"vocab_size": 290}, 1).save_pretrained("hf")
+    Path("template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
+    again = Search(Path("tiny.yaml"), [])
+    (template, weights) = again.trials[0].changes()
+    assert template.startswith("chat_template: was ")
+    assert weights.startswith("init_from: was 1 files, ")
+
+
+def test_search_keeps_the_date_of_its_first_trial() -> None:
+    write_lines(Path("train.jsonl"), *[{"text": "some text"}] * 400)
+    started_search(SMALL | {"dataset": "jsonl", "train_data": "train.jsonl", "vocab_size": 264})
+    edit_config("chat_template_date", "2026-01-31")
+    again = Search(Path("tiny.yaml"), [])
+    again.require_unchanged(*again.trials)
+    dates = {str(trial.settings.hp.chat_template_date) for trial in again.trials}
+    assert dates == {"2026-01-31"}
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"format": 1}'])
+def test_search_restores_its_file_from_the_trials(
+    content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_search(SMALL)
+    file = Path("runs/tiny/search.json")
+    if content is not None:
+        file.write_text(content)
+    search = Search(Path("tiny.yaml"), [])
+    search.save()
+    points = [trial.point for trial in search.trials]
+    assert json.loads(file.read_text())["points"] == points
+    assert "search.json was missing or damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("prepare", "parts"),
+    [
+        (lambda: edit_config("lr", 0.5), ["trial-1", "lr: was "]),
+        (lambda: Path("runs/tiny/trial-3").mkdir(), ["search.json", "trial-3"]),
+        (
+            lambda: Path("runs/tiny/search.json").write_text(
+                '{"format": 2, "experiment": {}, "points": []}'
+            ),
+            ["search.json: has format 2", "format 1"],
+        ),
+    ],
+)
+def test_search_does_not_adopt_other_trials(prepare: Callable[[], Any], parts: list[str]) -> None:
+    started_search(SMALL)
+    prepare()
+    with pytest.raises(ConfigError) as raised:
+        Search(Path("tiny.yaml"), []).save()
+    (line,) = raised.value.problems
+    assert all(part in line for part in parts), line
+    assert "delete" not in line
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_signals")
+def test_search_ends_where_its_data_change() -> None:
+    """No trial is dropped: nothing is wrong with its point."""
+    write_data()
+    write_experiment({"name": "random", "metric": "loss", "max_trials": 2}, SMALL | TEXT)
+    second = Path("runs/tiny/trial-2")
+    second.mkdir(parents=True)
+    with FileLock((second / "lock").absolute()):  # the search waits for it
+        search = start_search()
+        wait_until(lambda: 8 in losses_by_trial("tiny").get("trial-1", {}))
+        Path("val.txt").write_text("other text " * 3000)
     _, errors = search.communicate(timeout=300)
     assert search.returncode == ConfigError.exit_code
     (line,) = errors.splitlines()
-    assert "trial-1 does not resume" in line
+    assert "trial-2 does not start" in line
+    assert "val_data: was " in line
     assert "run the same command again" in line
-    assert not Path("runs/tiny/trial-1/dropped").exists()
+    assert not (second / "dropped").exists()
+    rerun = start_search()
+    output, errors = rerun.communicate(timeout=300)
+    assert rerun.returncode == ConfigError.exit_code
+    assert "trial-1: val_data: was " in errors
+    assert "trial-2" not in output
+    write_data()
+    assert command.main(["tiny.yaml"]) == 0
+    assert {max(losses) for losses in losses_by_trial("tiny").values()} == {8}
 
 
 @pytest.mark.slow

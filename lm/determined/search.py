@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import threading
@@ -25,6 +26,12 @@ DECISION_TIMEOUT = 10.0
 
 STOP_VARIABLE = "SEARCH_STOP_STEP"
 """Environment variable of trials of `lm.search`."""
+
+INPUTS_VARIABLE = "SEARCH_INPUTS"
+"""Environment variable of trials of `lm.search`: their inputs as JSON; see `require_inputs`."""
+
+OTHER_INPUTS = "the trial's result could not be compared with the others'"
+"""Start of the error of a trial whose inputs are not those that its search has found."""
 
 _MALFORMED = (KeyError, TypeError, ValueError)
 """Errors of the bindings for an answer in another shape."""
@@ -244,6 +251,50 @@ def step_to_stop_at(env: Mapping[str, str]) -> int | None:
             f"environment: {STOP_VARIABLE}={step!r} is not an integer; unset it: lm.search sets it"
             " for its trials"
         ) from None
+
+
+def search_inputs(env: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the inputs that `lm.search` has found for this run; None = it has not started it."""
+    text = env.get(INPUTS_VARIABLE)
+    if text is None:
+        return None
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        problem = f"environment: {INPUTS_VARIABLE}={text!r:.80} is not a JSON object"
+        raise ConfigError(f"{problem}; unset it: lm.search sets it for its trials") from None
+
+
+def require_inputs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the data, the weights or the versions of a trial have changed."""
+    changes = differences(expected, found)
+    if changes:
+        raise ConfigError(f"{OTHER_INPUTS}: {'; '.join(changes)}")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two mappings, which may contain others, as "KEY: VALUES"."""
+    old = _flatten(before)
+    new = _flatten(now)
+    changes: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        if key not in old:
+            changes.append(f"{key}: was not set, is now {new[key]}")
+        elif key not in new:
+            changes.append(f"{key}: was {old[key]}, is now not set")
+        elif old[key] != new[key]:
+            changes.append(f"{key}: was {old[key]}, is now {new[key]}")
+    return changes
+
+
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": each for inner, each in _flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 class SearchStop:

@@ -5,6 +5,8 @@ The base is identified when training starts, and found again and checked when th
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.compare import refuse_adapters
 from lm.checkpoint.contents import load_weights, lora_config, model_of, verify
-from lm.checkpoint.locate import find_checkpoint
+from lm.checkpoint.locate import find_checkpoint, locate_checkpoint
 from lm.checkpoint.manifest import (
     MANIFEST,
     Base,
@@ -26,7 +28,7 @@ from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
-from lm.hf.adapters import base_of
+from lm.hf.adapters import ADAPTER_CONFIG, ADAPTER_FILE, base_of, is_adapter
 from lm.runtime.world import World
 from lm.training.lora import Adapters
 from model import Transformer
@@ -84,6 +86,30 @@ def compute_checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[
     targets = {path.name: weights.follow_links(path) for path in paths}
     read_headers(targets.values())  # no file is longer than its tensors
     return {name: record(target) for name, target in targets.items()}
+
+
+@oserror_as_config_error
+def fingerprint_weights(source: str) -> str:
+    """Return what identifies the weights of `source`, a value of `init_from`, by content.
+
+    One checkpoint in object storage is never written twice, so its URL does.
+    """
+    files: dict[str, FileRecord] = {}
+    if is_adapter(source):
+        files[ADAPTER_FILE] = record(Path(source, ADAPTER_FILE))
+        files[ADAPTER_CONFIG] = record(Path(source, ADAPTER_CONFIG))
+    source = base_of(source)
+    if weights.is_model(source):
+        files |= compute_checksums(weights.find_source(source))
+    else:
+        with error_prefix("init_from"):
+            source = locate_checkpoint(source)
+        if is_url(source):
+            return source
+        files |= _weight_records(read_manifest(Path(source)))
+    records = {name: entry.model_dump() for name, entry in files.items()}
+    text = json.dumps(records, sort_keys=True)
+    return f"{len(files)} files, sha256 of their checksums {sha256(text.encode()).hexdigest()}"
 
 
 def _weight_records(manifest: Manifest) -> dict[str, FileRecord]:

@@ -55,6 +55,7 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
 
 def finish(search: Search, replay: Replay, table: Table) -> int:
     """Write the report, and say which trial is the best. Return the exit code."""
+    search.require_unchanged(*search.trials)
     rows = search.rows(replay.standings)
     best = search.best(rows)
     table.show(rows, set())

@@ -368,21 +368,3 @@ def _grid(value: Any) -> list[Any]:
         axes = [_grid(each) for each in value.values()]
         return [dict(zip(value, point, strict=True)) for point in itertools.product(*axes)]
     return [value]
-
-
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key in which two identities of experiments differ."""
-    before = _flatten(saved)
-    after = _flatten(now)
-    changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
-    return [f"{key}: was {before.get(key)!r}, is now {after.get(key)!r}" for key in sorted(changed)]
-
-
-def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{inner}": each for inner, each in _flatten(value).items()}
-        else:
-            flat[key] = value
-    return flat

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+from lm.determined.search import OTHER_INPUTS
 from lm.errors import ConfigError
 from lm.launch.machine import has_gpu, usable_cores
 from lm.launch.signals import handle_stop_signals
@@ -142,6 +143,12 @@ class Runner:
             is_known = trial.objective(standing.rung) is not None  # it waits for earlier ones
             if trial.name in running or is_known or trial.is_in_use():
                 continue
+            try:
+                self._search.require_unchanged(trial)
+            except ConfigError as error:
+                self._error = error
+                self._stop_trials()
+                return
             trial.prepare()
             place = free.pop(0)
             slots = self._search.experiment.slots
@@ -172,6 +179,9 @@ class Runner:
         reason = trial.last_errors()
         if process.was_resumed() and not process.has_trained():
             self._end(f"{trial.name} does not resume", reason)
+            return
+        if OTHER_INPUTS in reason:
+            self._end(f"{trial.name} does not start", reason)
             return
         trial.drop(reason)
         if process.has_trained():

@@ -6,31 +6,46 @@ lock            names the process that runs the search
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lm import config
+from pydantic import BaseModel
+
+from lm import config, strict_yaml
+from lm.checkpoint.manifest import CheckpointError
 from lm.config import REPOSITORY, Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.data.run_data import DataConfig, open_data
-from lm.determined.search import Searcher
+from lm.determined.search import Searcher, differences
 from lm.errors import ConfigError
 from lm.fileio import parse_json, read_bytes, replace_durably
 from lm.hf import adapters
 from lm.launch.console import announce
-from lm.preflight import check_searcher
+from lm.preflight import check_searcher, fingerprint_inputs, fingerprint_tasks, resolve_seed
 from lm.runtime.lease import in_use_error
 from lm.runtime.run_dir import SEARCH_FILE, RunDir, lock_file, make_directory
-from lm.search.experiment import Experiment, Point, differences
+from lm.search.experiment import Experiment, Point
 from lm.search.halving import Bracket, Replay, Standing, asha_brackets, single_bracket
 from lm.search.report import Row
 from lm.search.trials import Settings, Trial
+from lm.tasks.questions import TasksConfig, read_tasks
 from model import ModelConfig
 
+FORMAT = 1
 _MAX_BYTES = 64 << 20
+
+
+class _Saved(BaseModel, frozen=True, extra="allow"):
+    """The content of search.json."""
+
+    format: int
+    experiment: dict[str, Any]
+    points: list[dict[str, Any]]
 
 
 class Search:
@@ -49,8 +64,10 @@ class Search:
     def __init__(self, path: Path, overrides: list[str]) -> None:
         self.experiment = Experiment(path, overrides)
         self._refuse_replaced_ranges()
-        self._problems_of_data: dict[str, ConfigError | None] = {}
-        """by the hyperparameters that decide which data are read"""
+        self._inputs: dict[str, Mapping[str, Any] | ConfigError] = {}
+        """by the hyperparameters that decide what is read; or what is wrong with it"""
+        self._date: datetime.date | None = None
+        """of chat templates"""
         searcher = self.experiment.searcher
         if searcher.name == "adaptive_asha":
             self._brackets = asha_brackets(searcher)
@@ -110,36 +127,44 @@ class Search:
                 raise ConfigError("max_epochs: a search counts steps; set max_steps instead")
             if hp.resume != "auto":
                 raise ConfigError(f"resume: {hp.resume} would discard a trial at every rung")
+            if hp.dataset == "jsonl" and hp.chat_template_date is None:
+                if self._date is None:
+                    self._date = _start_date(RunDir(hp.run_name or experiment.path.stem).path)
+                hp = hp.model_copy(update={"chat_template_date": self._date})
+            filled = {"seed": resolve_seed(hp, None), "max_steps": hp.run_length(None) or None}
+            hp = hp.model_copy(update=filled)
             searcher = Searcher.from_config(
                 contents, hp.run_length(None), hp.validation_rate or hp.report_rate
             )
-            settings = Settings(hp, searcher, derive_global_batch_size(hp, experiment.slots))
-            self._check_data(settings)
+            batch_size = derive_global_batch_size(hp, experiment.slots)
+            return Settings(hp, searcher, batch_size, self._read_inputs(hp, searcher, batch_size))
         except ConfigError as error:
             return error
-        return settings
 
-    def _check_data(self, settings: Settings) -> None:
-        """Raise ConfigError if the data are wrong, or lack the searcher's metric.
-
-        Points that differ in other hyperparameters share the answer.
-        """
-        hp = settings.hp
-        others = {"init_from", "eval_tasks", "eval_rate"}
-        of_data = hp.model_dump_json(include={*DataConfig.model_fields, *others})
-        searcher = settings.searcher
-        key = f"{of_data} {hp.vocab_size} {hp.max_seq_len} {settings.global_batch_size} {searcher}"
-        if key not in self._problems_of_data:
-            self._problems_of_data[key] = _find_problem_of_data(settings)
-        problem = self._problems_of_data[key]
-        if problem is not None:
-            raise problem
-
-    def save(self) -> None:
-        """Lock the search, and write search.json, or compare it with this search.
+    def _read_inputs(
+        self, hp: Hyperparameters, searcher: Searcher, batch_size: int
+    ) -> Mapping[str, Any]:
+        """Return the inputs of a trial; points that differ in other hyperparameters share them.
 
         Raises:
-            ConfigError: the directory has another search, or a run.
+            ConfigError: the data are wrong, or lack the searcher's metric.
+        """
+        others = {"seed", "init_from", "vocab_size", "max_seq_len", *TasksConfig.model_fields}
+        of_data = hp.model_dump_json(include={*DataConfig.model_fields, *others})
+        key = f"{of_data} {batch_size} {searcher}"
+        if key not in self._inputs:
+            self._inputs[key] = _find_inputs(hp, searcher, batch_size)
+        inputs = self._inputs[key]
+        if isinstance(inputs, ConfigError):
+            raise inputs
+        return inputs
+
+    def save(self) -> None:
+        """Lock the search, compare its files with it, and write search.json if it is missing.
+
+        Raises:
+            ConfigError: the directory has another search, or a run; a trial has been trained with
+                other inputs or hyperparameters.
             RunError: another process has locked it.
         """
         make_directory(self.path)
@@ -150,27 +175,42 @@ class Search:
             raise ConfigError(f"{self.path}: is a run; choose another name: run_name=NAME")
         file = self.path / SEARCH_FILE
         points = [trial.point for trial in self.trials]
-        content = {"format": 1, "experiment": self.experiment.identity(), "points": points}
+        content = {"format": FORMAT, "experiment": self.experiment.identity(), "points": points}
         text = json.dumps(content, indent=1, default=str).encode()  # YAML has dates, JSON has not
-        if file.exists():
-            self._compare(file, json.loads(text))
-        else:
+        saved = _read_saved(file)
+        if saved is not None:
+            self._compare(saved, json.loads(text))
+        self.require_unchanged(*self.trials)
+        if saved is None:
+            self._require_no_others(file)
             replace_durably(file, text)
 
-    def _compare(self, file: Path, content: Mapping[str, Any]) -> None:
-        """Raise ConfigError if `file` is of another search than `content`."""
-        try:
-            saved = parse_json(read_bytes(file, _MAX_BYTES))
-            changes = differences(saved["experiment"], content["experiment"])
-            is_same = saved["points"] == content["points"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            remedy = f"delete {self.path}, or choose another name: run_name=NAME"
-            raise ConfigError(f"{file}: is damaged; {remedy}") from None
-        if not changes and not is_same:
+    def _compare(self, saved: _Saved, content: Mapping[str, Any]) -> None:
+        """Raise ConfigError if `saved` is of another search than `content`."""
+        changes = differences(saved.experiment, content["experiment"])
+        if not changes and saved.points != content["points"]:
             changes = ["points: are not those that this version draws; use that of the first start"]
+        self._refuse(changes)
+
+    def require_unchanged(self, *trials: Trial) -> None:
+        """Raise ConfigError if a trial was, or would be, trained with other than now is known."""
+        for trial in trials:
+            self._refuse([f"{trial.name}: {change}" for change in trial.changes()])
+
+    def _refuse(self, changes: Sequence[str]) -> None:
         if changes:
             remedy = f"undo the change, or start another search: run_name={self.name}-2"
             raise ConfigError(*[f"{self.path}: {change}; {remedy}" for change in changes])
+
+    def _require_no_others(self, file: Path) -> None:
+        """Raise ConfigError if trials of another search are in the directory of a lost `file`."""
+        found = {path.name for path in self.path.glob("trial-*")}
+        others = sorted(found - {trial.name for trial in self.trials})
+        if others:
+            problem = f"is missing or damaged, and {others[0]} is not a trial of this search"
+            self._refuse([f"{file.name}: {problem}"])
+        if found:
+            announce(f"{file} was missing or damaged, and is written again: all trials match")
 
     def replay(self) -> Replay:
         """Return where all trials are, computed from their files."""
@@ -226,15 +266,42 @@ class Search:
         return [*command, "--config", str(trial.config), f"run_name={self.name}-best"]
 
 
-def _find_problem_of_data(settings: Settings) -> ConfigError | None:
-    """Return what is wrong with the data of a run, or which metric of the searcher they lack."""
-    hp: Hyperparameters = settings.hp
-    seed = config.DEFAULT_SEED
-    if hp.seed is not None:
-        seed = hp.seed
+def _start_date(directory: Path) -> datetime.date:
+    """Return the date of the chat templates of the trials in `directory`, else today."""
+    for config_file in directory.glob("trial-*/config.yaml"):
+        saved = strict_yaml.load_experiment(config_file)[0]["hyperparameters"]
+        with suppress(TypeError, ValueError, KeyError):
+            return datetime.date.fromisoformat(saved["chat_template_date"])
+    return datetime.date.today()
+
+
+def _find_inputs(
+    hp: Hyperparameters, searcher: Searcher, batch_size: int
+) -> Mapping[str, Any] | ConfigError:
+    """Return the inputs of a run; or what is wrong with them, or which metric they lack."""
     try:
-        data = open_data(hp, hp.vocab_size, hp.max_seq_len, settings.global_batch_size, seed)
-        check_searcher(settings.searcher, hp, data)
+        assert hp.seed is not None
+        data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, hp.seed)
+        check_searcher(searcher, hp, data)
+        tasks = read_tasks(hp.eval_tasks or (), hp.eval_limit)
+        return fingerprint_inputs(hp, data, fingerprint_tasks(tasks))
     except ConfigError as error:
         return error
-    return None
+    except CheckpointError as error:
+        return ConfigError(*error.problems)
+
+
+def _read_saved(file: Path) -> _Saved | None:
+    """Return what is in search.json; None = it is missing or damaged.
+
+    Raises:
+        ConfigError: it is of another format.
+    """
+    try:
+        saved = _Saved.model_validate(parse_json(read_bytes(file, _MAX_BYTES)))
+    except (FileNotFoundError, ValueError):
+        return None
+    if saved.format != FORMAT:
+        problem = f"has format {saved.format}, this program reads format {FORMAT}"
+        raise ConfigError(f"{file}: {problem}; use the version of this program that wrote it")
+    return saved

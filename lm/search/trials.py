@@ -8,6 +8,7 @@ dropped         why the trial was dropped; delete it to try the trial again
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,9 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from lm import strict_yaml
 from lm.config import REPOSITORY, Hyperparameters
-from lm.determined.search import STOP_VARIABLE, Searcher
+from lm.determined.search import INPUTS_VARIABLE, STOP_VARIABLE, Searcher, differences
 from lm.errors import ConfigError, make_printable
 from lm.fileio import Line, open_regular, read_bytes, read_records, replace_durably
 from lm.launch.spawn import die_with_parent
@@ -40,6 +43,7 @@ _OF_OTHER_LAUNCHERS = (
     "RESTART_WHEN_STOPPED",
     "MAKE_TARGET",
     STOP_VARIABLE,
+    INPUTS_VARIABLE,
 )
 """Environment variables that trials do not get from the search: each is a separate job."""
 
@@ -53,6 +57,8 @@ class Settings:
     """that knows when the run is validated"""
     global_batch_size: int
     """sequences per step"""
+    inputs: Mapping[str, Any]
+    """what its result depends on, besides hyperparameters"""
 
     def step_of(self, rung: int) -> int:
         """Return the step of the validation that decides at a rung."""
@@ -64,6 +70,13 @@ class Settings:
         """Return the FLOPs of all training steps until a rung."""
         n_tokens = self.step_of(rung) * self.global_batch_size * self.hp.max_seq_len
         return n_tokens * self.hp.training_flops_per_token
+
+
+class _Session(Line, frozen=True):
+    """A line of sessions.jsonl."""
+
+    inputs: dict[str, Any] | None = None
+    """of a start by `lm.search`"""
 
 
 class Trial:
@@ -152,15 +165,33 @@ class Trial:
         """Its hyperparameters, all of them."""
         return self._run_dir.config
 
+    def _hyperparameters(self) -> dict[str, Any]:
+        return self.settings.hp.model_dump(mode="json") | {"run_name": self.run_name}
+
     def prepare(self) -> None:
-        """Write the trial's config.yaml, from which it starts; once started, it has its own."""
+        """Write the trial's config.yaml, from which it starts."""
         import yaml
 
         make_directory(self.path)
         if not self.config.exists():
-            values = self.settings.hp.model_dump(mode="json") | {"run_name": self.run_name}
-            text = yaml.safe_dump({"hyperparameters": values}, sort_keys=False)
+            text = yaml.safe_dump({"hyperparameters": self._hyperparameters()}, sort_keys=False)
             replace_durably(self.config, text.encode())
+
+    def changes(self) -> list[str]:
+        """Return in what its files differ from its point, and its starts from its inputs."""
+        if not self.config.exists():
+            return []
+        if self.refusal is not None:
+            return list(self.refusal.problems)
+        found = strict_yaml.load_experiment(self.config)[0]
+        expected = {"hyperparameters": self._hyperparameters()}
+        changes = [f"{self.config.name}: {each}" for each in differences(expected, found)]
+        for session in read_records(self._run_dir.sessions, _Session):
+            if session.inputs is None:
+                changes.append("inputs: are unknown, as lm.search did not start it")
+            else:
+                changes += differences(session.inputs, self.settings.inputs)
+        return list(dict.fromkeys(changes))
 
     def why_dropped(self) -> str | None:
         """Return why the trial was dropped, or None if it was not."""
@@ -208,6 +239,7 @@ class TrialProcess:
         step = trial.settings.step_of(rung)
         if step < trial.settings.searcher.max_steps:
             variables[STOP_VARIABLE] = str(step)
+        variables[INPUTS_VARIABLE] = json.dumps(trial.settings.inputs)
         command = [sys.executable, "-m", "lm.launch", "--nproc", str(n_ranks)]
         command += [str(REPOSITORY / "fsdp.py"), "--config", str(trial.config)]
         with (
