@@ -131,6 +131,14 @@ class _StrictLoader(yaml.SafeLoader):
                 key.tag = "tag:yaml.org,2002:str"
 
 
+def _read_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    value: int = loader.construct_yaml_int(node)
+    if abs(value) >= 2**1023:
+        raise _node_error(f"{node.value[:60]!r} is larger than any float64", node)
+    return value
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _read_int)
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))

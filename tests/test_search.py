@@ -220,6 +220,39 @@ def test_best_trial_is_complete() -> None:
     assert search.best(rows[3:]) is None
 
 
+@pytest.mark.parametrize(
+    "hyperparameters",
+    [
+        {key: RANGES["lr"] | {"count": 101} for key in ("lr", "min_lr_ratio")},
+        {"rope_scaling": {key: RANGES["lr"] | {"count": 10_000} for key in "abcd"}},
+    ],
+)
+def test_grid_of_too_many_points_is_refused(hyperparameters: dict[str, Any]) -> None:
+    path = write_experiment({"name": "grid", "metric": "loss"}, hyperparameters)
+    with pytest.raises(ConfigError, match="more than 10,000 points"):
+        Experiment(path, []).grid()
+
+
+def test_largest_values_of_a_search_are_accepted() -> None:
+    searcher = {
+        "max_trials": 10_000,
+        "divisor": 10_000,
+        "bracket_rungs": [64, 1],
+        "max_time": 2**53,
+    }
+    brackets = asha_brackets(SearcherConfig.model_validate(ASHA | searcher))
+    assert [len(bracket.rungs) for bracket in brackets] == [64, 1]
+
+
+@pytest.mark.parametrize("parallel", ["0", "1000000000"])
+def test_search_refuses_impossible_numbers_of_trials(
+    parallel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_experiment({"name": "single", "metric": "loss"}, SMALL)
+    assert command.main([str(path), "--parallel", parallel]) == ConfigError.exit_code
+    assert f"--parallel: {parallel} must be from 1 to 10000" in capsys.readouterr().err
+
+
 def test_grid_has_the_values_of_determined() -> None:
     searcher = {"name": "grid", "metric": "loss"}
     points = Experiment(write_experiment(searcher, RANGES), []).grid()
@@ -261,6 +294,18 @@ SMALL: dict[str, Any] = TINY | {
         ({}, {"lrr": 1}, ["lrr", "did you mean lr"]),
         ({}, {"max_epochs": 1}, ["max_epochs", "max_steps"]),
         ({}, {"resume": "fresh"}, ["resume", "fresh"]),
+        ({"max_trials": 10**9}, {}, ["searcher.max_trials", "10000"]),
+        ({"bracket_rungs": [1_000_000_000]}, {}, ["searcher.bracket_rungs.0", "64"]),
+        ({"bracket_rungs": [2000]}, {}, ["searcher.bracket_rungs.0", "64"]),
+        ({"bracket_rungs": [2] * 1000}, {}, ["searcher.bracket_rungs", "64"]),
+        ({"divisor": 1.0e200}, {}, ["searcher.divisor", "1e+200", "10000"]),
+        ({"max_time": 2**62}, {}, ["searcher.max_time"]),
+        ({"max_rungs": 10**9}, {}, ["searcher.max_rungs", "64"]),
+        ({"max_concurrent_trials": 10**9}, {}, ["searcher.max_concurrent_trials"]),
+        ({}, {"lr": {"type": "int", "minval": 1, "maxval": 10**400}}, ["1000", "float64"]),
+        ({}, {"lr": {"type": "int", "minval": 1, "maxval": 2**63}}, ["lr.maxval"]),
+        ({}, {"lr": {"type": "double", "minval": -1.7e308, "maxval": 1.7e308}}, ["lr", "float64"]),
+        ({}, {"lr": {"type": "log", "base": 10, "minval": -1e308, "maxval": 1}}, ["lr", "float64"]),
     ],
 )
 def test_search_refuses_before_the_first_trial(

@@ -27,6 +27,7 @@ from lm.errors import (
     oserror_as_config_error,
 )
 from lm.launch.launch import exit_code_of_stop
+from lm.search.experiment import MAX_TRIALS
 from lm.search.halving import Replay
 from lm.search.report import Table, write_report
 from lm.search.runner import Devices, Runner
@@ -48,8 +49,8 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
         "--parallel", type=int, metavar="N", help="trials at once (default: one per GPU, or 1)"
     )
     args = parser.parse_intermixed_args(arguments)
-    if args.parallel is not None and args.parallel < 1:
-        raise ConfigError(f"--parallel: {args.parallel} must be 1 or more")
+    if args.parallel is not None and not 1 <= args.parallel <= MAX_TRIALS:
+        raise ConfigError(f"--parallel: {args.parallel} must be from 1 to {MAX_TRIALS}")
     return args
 
 

@@ -21,8 +21,15 @@ from lm.errors import ConfigError
 Point = dict[str, Any]
 """Hyperparameters of a trial."""
 
-MAX_GRID = 10_000
-"""Points of a grid."""
+MAX_TRIALS = 10_000
+"""Also points of a grid, slots of a trial, trials at once."""
+MAX_RUNGS = 64
+"""MAX_TRIALS ** MAX_RUNGS is the largest power of a divisor, and less than the largest float64."""
+MAX_STEPS = 2**53
+"""float64 counts them exactly."""
+
+Count = Annotated[int, Field(gt=0, le=MAX_TRIALS)]
+Rungs = Annotated[int, Field(gt=0, le=MAX_RUNGS)]
 
 
 class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
@@ -34,14 +41,14 @@ class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
     name: Literal["single", "random", "grid", "adaptive_asha"]
     metric: str
     smaller_is_better: bool = True
-    max_trials: int | None = Field(None, gt=0, le=MAX_GRID)
-    max_concurrent_trials: int = Field(16, ge=0)
+    max_trials: Count | None = None
+    max_concurrent_trials: int = Field(16, ge=0, le=MAX_TRIALS)
     time_metric: Literal["batches"] | None = None
-    max_time: int | None = Field(None, gt=0)
-    divisor: float = Field(4.0, gt=1, allow_inf_nan=False)
-    max_rungs: int = Field(5, gt=0)
+    max_time: int | None = Field(None, gt=0, le=MAX_STEPS)
+    divisor: float = Field(4.0, gt=1, le=MAX_TRIALS)
+    max_rungs: Rungs = 5
     mode: Literal["aggressive", "standard", "conservative"] = "standard"
-    bracket_rungs: list[Annotated[int, Field(gt=0)]] | None = None
+    bracket_rungs: list[Rungs] | None = Field(None, max_length=MAX_RUNGS)
     max_length: Any = None
     """deprecated; `lm.config` reads it"""
     source_trial_id: Any = None
@@ -111,13 +118,15 @@ class _Categorical(_Range, frozen=True):
 class _Number(_Range, frozen=True):
     minval: float = Field(allow_inf_nan=False)
     maxval: float = Field(allow_inf_nan=False)
-    count: int | None = Field(None, gt=0, le=MAX_GRID)
+    count: Count | None = None
     """values in a grid"""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> _Number:
         if self.minval >= self.maxval:
             raise ValueError(f"minval {self.minval:g} is not below maxval {self.maxval:g}")
+        if math.isinf(self.maxval - self.minval):
+            raise ValueError(f"minval {self.minval:g} to maxval {self.maxval:g} exceeds float64")
         return self
 
     def _spread(self, count: int | None) -> list[float]:
@@ -132,8 +141,8 @@ class _Number(_Range, frozen=True):
 
 class _Int(_Number, frozen=True):
     type: Literal["int"]
-    minval: int
-    maxval: int
+    minval: int = Field(ge=-MAX_STEPS, le=MAX_STEPS)
+    maxval: int = Field(ge=-MAX_STEPS, le=MAX_STEPS)
 
     def draw(self, source: random.Random) -> int:
         return source.randrange(self.minval, self.maxval)  # without maxval, as in Determined
@@ -213,10 +222,10 @@ class Experiment:
             if key not in self.overridden:
                 self.space[key] = self._read_value(f"hyperparameters.{key}", value)
         resources = self._read_section("resources")
-        self.slots = self._read_int("resources.slots_per_trial", resources, 1, 1)
+        self.slots = self._read_int("resources.slots_per_trial", resources, 1, 1, MAX_TRIALS)
         reproducibility = self._read_section("reproducibility")
-        self.seed = self._read_int("reproducibility.experiment_seed", reproducibility, 0, 0)
-        self.max_restarts = self._read_int("max_restarts", self.contents, 5, 0)
+        self.seed = self._read_int("reproducibility.experiment_seed", reproducibility, 0, 0, 2**64)
+        self.max_restarts = self._read_int("max_restarts", self.contents, 5, 0, MAX_TRIALS)
         if self._problems or searcher is None:
             raise ConfigError(*self._problems)
         self.searcher = searcher
@@ -265,12 +274,10 @@ class Experiment:
                 problems.append(f"{self._label(f'hyperparameters.{key}')}: {error}")
         if problems:
             raise ConfigError(*problems)
-        size = math.prod(len(values) for values in axes.values())
-        if size > MAX_GRID:
-            raise ConfigError(
-                f"{self.path}: the grid has {size:,} points; use at most {MAX_GRID:,}"
-            )
-        return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+        points = _product(axes)
+        if len(points) > MAX_TRIALS:
+            raise ConfigError(f"{self.path}: the grid has more than {MAX_TRIALS:,} points")
+        return points
 
     def _read_searcher(self) -> SearcherConfig | None:
         section = self.contents.get("searcher")
@@ -309,13 +316,15 @@ class Experiment:
             return {}
         return section
 
-    def _read_int(self, name: str, section: Mapping[str, Any], default: int, least: int) -> int:
+    def _read_int(
+        self, name: str, section: Mapping[str, Any], default: int, least: int, most: int
+    ) -> int:
         """Return the integer `name` of a section of the file."""
         value = section.get(name.rpartition(".")[2])
         if value is None:
             return default
-        if type(value) is not int or value < least:
-            problem = f"{value!r} is not an integer of {least} or more"
+        if type(value) is not int or not least <= value <= most:
+            problem = f"{value!r} is not an integer from {least} to {most}"
             self._problems.append(f"{self._label(name)}: {problem}")
             return default
         return value
@@ -365,6 +374,11 @@ def _grid(value: Any) -> list[Any]:
     if isinstance(value, _Range):
         return value.grid()
     if isinstance(value, dict):
-        axes = [_grid(each) for each in value.values()]
-        return [dict(zip(value, point, strict=True)) for point in itertools.product(*axes)]
+        return _product({key: _grid(each) for key, each in value.items()})
     return [value]
+
+
+def _product(axes: Mapping[str, list[Any]]) -> list[Point]:
+    """Return a mapping for each combination of values; of too many, some."""
+    combinations = itertools.islice(itertools.product(*axes.values()), MAX_TRIALS + 1)
+    return [dict(zip(axes, values, strict=True)) for values in combinations]
