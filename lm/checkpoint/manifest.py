@@ -106,7 +106,7 @@ class RunInfo(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Progress of a run."""
 
-    step: Count = Field(default=0, description="completed steps")
+    step: int = Field(default=0, ge=0, lt=2**38, description="completed steps")
     tokens: Count = Field(default=0, description="tokens seen so far")
     validation_loss: float | None = Field(
         default=None, description="at this step, in nats per token"

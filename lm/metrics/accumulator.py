@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from lm.fields import Unlogged
@@ -47,25 +47,36 @@ class MetricsConfig(BaseModel, frozen=True, extra="forbid"):
     )
 
 
-class MetricSums(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+Sum = Annotated[float, Field(gt=-1e50, lt=1e50)]
+"""In a range in which all ranks' have a sum, and which another step does not leave."""
+Count = Annotated[Sum, Field(ge=0, multiple_of=1)]
+
+
+class MetricSums(BaseModel, frozen=True, extra="forbid"):
     """What one rank has accumulated since the last report."""
 
-    loss_sum: float = Field(
+    loss_sum: Sum = Field(
         default=0.0,
         description="nats, over the target tokens of this rank; all other sums are global",
     )
-    n_target_tokens: float = 0.0
-    grad_norm_sum: float = 0.0
-    n_taken: float = Field(default=0.0, description="optimizer steps")
-    n_skipped: float = Field(default=0.0, description="steps that were skipped")
-    n_steps: int = Field(default=0, ge=0, lt=2**63)
-    n_tokens: int = Field(default=0, ge=0, lt=2**63)
-    seconds: float = 0.0
-    data_seconds: float = 0.0
-    consecutive_skipped: float = Field(
+    n_target_tokens: Count = 0.0
+    grad_norm_sum: Sum = 0.0
+    n_taken: Count = Field(default=0.0, description="optimizer steps")
+    n_skipped: Count = Field(default=0.0, description="steps that were skipped")
+    n_steps: Count = 0.0
+    n_tokens: Count = 0.0
+    seconds: Sum = 0.0
+    data_seconds: Sum = 0.0
+    consecutive_skipped: Count = Field(
         default=0.0, description="skipped steps since the last one that was taken, as of now"
     )
-    most_consecutive_skipped: float = Field(default=0.0, description="the most of them")
+    most_consecutive_skipped: Count = Field(default=0.0, description="the most of them")
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> MetricSums:
+        if self.n_target_tokens < self.n_taken:
+            raise ValueError("a step that was taken has at least one target token")
+        return self
 
 
 SUMS = ("loss_sum", "n_target_tokens", "grad_norm_sum", "n_taken", "n_skipped")
