@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import determined as det
@@ -135,20 +136,32 @@ class Searcher:
                 " would end before the last rung, and the search would start no others in their"
                 f" place; use max_time {self.max_steps}, or max_steps {self.max_time}"
             )
-        first = self.rungs[0]
-        if first < self.validation_rate and first < self.max_steps:
-            rungs = ", ".join(map(str, self.rungs[:8]))
-            if len(self.rungs) > 8:
-                rungs = f"{rungs}, ..."
-            n_validated = sum(rung >= self.validation_rate for rung in self.rungs)
-            remedy = f"validation_rate {first}"
-            if n_validated > 0 and not self.has_bracket_rungs:
-                remedy = f"searcher.max_rungs {n_validated}, or {remedy}"
-            return (
-                f"validation_rate: {self.validation_rate} is above the first rung, step {first}"
-                f" (rungs: {rungs}): nothing is validated there; use {remedy}"
-            )
-        return None
+        return self._problem_of_passed_rungs()
+
+    def _problem_of_passed_rungs(self) -> str | None:
+        """Return a line if one validation passes several rungs, at all of which it is compared."""
+        rungs = sorted(set(self.rungs))
+        passed = [
+            (lower, upper)
+            for lower, upper in pairwise(rungs)
+            if self.validation_after(lower) == self.validation_after(upper)
+        ]
+        if not passed:
+            return None
+        lower, upper = passed[0]
+        shown = ", ".join(map(str, rungs[:8]))
+        if len(rungs) > 8:
+            shown = f"{shown}, ..."
+        rate = min(rungs[0], *[upper - lower for lower, upper in pairwise(rungs)])
+        remedy = f"validation_rate {rate}"
+        n_apart = len(rungs) - rungs.index(passed[-1][1])
+        if n_apart > 1 and not self.has_bracket_rungs:
+            remedy = f"searcher.max_rungs {n_apart}, or {remedy}"
+        return (
+            f"validation_rate: {self.validation_rate} compares at one validation, step"
+            f" {self.validation_after(lower)}, the rungs of step {lower} and step {upper}"
+            f" (rungs: {shown}); use {remedy}"
+        )
 
     def note(self) -> str | None:
         """Return a line on rungs at which nothing is validated, so that they are decided later."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +66,44 @@ def test_searcher_check_refuses_what_cannot_work(
 ) -> None:
     (problem,) = problems(400, 25, **searcher)
     assert all(part in problem for part in parts), problem
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "validation_rate", "searcher"),
+    [
+        (90, 25, {"max_time": 90}),  # rungs 22 and 90
+        (400, 60, {}),  # 25 at step 60, 100 at 120
+        (400, 99, {}),
+        (450, 300, {"max_rungs": 1}),
+    ],
+)
+def test_searcher_check_accepts_validations_after_rungs(
+    max_steps: int, validation_rate: int, searcher: dict[str, Any]
+) -> None:
+    searcher = {"max_trials": 8} | searcher
+    assert problems(max_steps, validation_rate, **searcher) == ()
+    config = SEARCH | {"searcher": SEARCH["searcher"] | searcher | {"mode": "aggressive"}}
+    platform = Halving(config)
+    for _ in range(8):
+        platform.create()
+    reached = []
+    for step in [*range(validation_rate, max_steps, validation_rate), max_steps]:
+        before = [len(losses) for losses in platform._losses]
+        platform.stops(0, step, 0.0)
+        passed = [len(losses) for losses in platform._losses]
+        reached.append(sum(passed) - sum(before))
+    assert max(reached) == 1  # never at two rungs at once
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "validation_rate"), [(400, 100), (400, 101), (400, 400), (400, 1000), (420, 410)]
+)
+def test_searcher_check_remedy_compares_at_every_rung(max_steps: int, validation_rate: int) -> None:
+    (problem,) = problems(max_steps, validation_rate)
+    rate = int(problem.rpartition("validation_rate ")[2])
+    assert problems(max_steps, rate) == ()
+    for n_rungs in re.findall("max_rungs ([0-9]+)", problem):
+        assert problems(max_steps, validation_rate, max_rungs=int(n_rungs)) == ()
 
 
 def test_searcher_check_suggests_max_rungs_only_where_it_counts() -> None:
