@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from filelock import FileLock
 
+from lm.determined.search import differences
 from lm.errors import ConfigError, RunError
 from lm.launch.signals import STOP_SIGNALS
 from lm.search import __main__ as command
@@ -215,9 +217,48 @@ def test_best_trial_is_complete() -> None:
         Row("trial-3", {}, "completed", 8, {4: 0.9, 8: 2.9}, ""),
         Row("trial-4", {}, "dropped", 4, {}, "refused"),
     ]
-    assert search.best(rows) == rows[1]
-    assert search.best([rows[0], rows[3]]) == rows[0]
-    assert search.best(rows[3:]) is None
+    ranked = search.ranked(rows)
+    assert [row.name for row in ranked] == ["trial-2", "trial-3", "trial-1", "trial-4"]
+    assert search.overtaken(ranked) == [rows[0]]
+    assert search.ranked([rows[3], rows[0]]) == [rows[0], rows[3]]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "changes"),
+    [
+        ({}, {"lr": "1e-3"}, ["arguments.lr: was not set, is now 1e-3"]),
+        ({"seed": 1}, {}, ["arguments.seed: was 1, is now not set"]),
+        ({"x": None}, {"x": True}, ["arguments.x: was null, is now true"]),
+        ({"x": ""}, {"x": [1]}, ['arguments.x: was "", is now [1]']),
+        ({"lr": {"minval": 1}}, {"lr": {"minval": 2}}, ["arguments.lr.minval: was 1, is now 2"]),
+        ({"lr": 1}, {"lr": 1.0}, []),
+    ],
+)
+def test_differences_are_shown_as_yaml(before: Any, now: Any, changes: list[str]) -> None:
+    assert differences({"arguments": before}, {"arguments": now}) == changes
+
+
+@pytest.mark.parametrize(("minval", "maxval"), [(-4, -2), (0, 1), (0.1, 2), (-0.5, 0.5)])
+def test_range_of_exponents_needs_no_note(minval: float, maxval: float) -> None:
+    lr = {"type": "log", "base": 10, "minval": minval, "maxval": maxval}
+    assert Experiment(write_experiment(ASHA, {"lr": lr}), []).notes() == []
+
+
+def test_note_on_values_where_a_range_has_exponents() -> None:
+    lr = {"type": "log", "base": 10, "minval": 1e-4, "maxval": 1e-2}
+    (note,) = Experiment(write_experiment(ASHA, {"lr": lr}), []).notes()
+    assert note.startswith("tiny.yaml:2: lr: minval and maxval are exponents of 10")
+    assert "1.0002 to 1.0233 is drawn" in note
+    assert "minval -4 and maxval -2" in note
+
+
+def test_range_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_experiment({"name": "single", "metric": "loss"}, SMALL)
+    argument = "lr={type: log, base: 10, minval: -4, maxval: -2}"
+    assert command.main([str(path), argument]) == ConfigError.exit_code
+    error = capsys.readouterr().err
+    assert "argument lr: a range is set in tiny.yaml" in error
+    assert "lm.search" not in error
 
 
 @pytest.mark.parametrize(
@@ -294,6 +335,7 @@ SMALL: dict[str, Any] = TINY | {
         ({}, {"lrr": 1}, ["lrr", "did you mean lr"]),
         ({}, {"max_epochs": 1}, ["max_epochs", "max_steps"]),
         ({}, {"resume": "fresh"}, ["resume", "fresh"]),
+        ({}, {"lr": {"type": "categorical", "vals": [RANGES["lr"]]}}, ["lr", "range itself"]),
         ({"max_trials": 10**9}, {}, ["searcher.max_trials", "10000"]),
         ({"bracket_rungs": [1_000_000_000]}, {}, ["searcher.bracket_rungs.0", "64"]),
         ({"bracket_rungs": [2000]}, {}, ["searcher.bracket_rungs.0", "64"]),
@@ -450,6 +492,8 @@ def test_search_restarts_a_trial_that_was_killed() -> None:
     output, errors = search.communicate(timeout=300)
     assert search.returncode == 0, errors
     assert "before step 300" in output
+    assert "(" not in output.partition("trains to step")[2].splitlines()[0]  # nothing is searched
+    assert not re.search("best: trial-1, loss .*:", output)
     assert losses_by_trial("tiny")["trial-1"].keys() >= {300}
 
 
@@ -503,7 +547,7 @@ def edit_inputs(change: Mapping[str, str]) -> None:
         (lambda: edit_inputs({"versions": "PyTorch 2.11.0"}), "versions: was PyTorch 2.11.0, is"),
         (lambda: edit_config("lr", 0.5), "lr: was "),
         (lambda: edit_config("seed", 7), "seed: was 42, is now 7"),
-        (lambda: edit_config("n_layers", None), "n_layers: was 1, is now None"),
+        (lambda: edit_config("n_layers", None), "n_layers: was 1, is now null"),
     ],
 )
 def test_search_names_what_makes_its_trials_incomparable(

@@ -285,19 +285,28 @@ def require_inputs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Non
         raise ConfigError(f"{OTHER_INPUTS}: {'; '.join(changes)}")
 
 
+_UNSET = object()
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two mappings, which may contain others, as "KEY: VALUES"."""
     old = _flatten(before)
     new = _flatten(now)
     changes: list[str] = []
     for key in sorted(old.keys() | new.keys()):
-        if key not in old:
-            changes.append(f"{key}: was not set, is now {new[key]}")
-        elif key not in new:
-            changes.append(f"{key}: was {old[key]}, is now not set")
-        elif old[key] != new[key]:
-            changes.append(f"{key}: was {old[key]}, is now {new[key]}")
+        was = old.get(key, _UNSET)
+        value = new.get(key, _UNSET)
+        if was != value:
+            changes.append(f"{key}: was {_show(was)}, is now {_show(value)}")
     return changes
+
+
+def _show(value: Any) -> str:
+    if value is _UNSET:
+        return "not set"
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, default=str)
 
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lm.errors import (
 from lm.launch.launch import exit_code_of_stop
 from lm.search.experiment import MAX_TRIALS
 from lm.search.halving import Replay
-from lm.search.report import Table, write_report
+from lm.search.report import Table, explain_overtaken, write_report
 from lm.search.runner import Devices, Runner
 from lm.search.search import Search
 
@@ -57,16 +57,17 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
 def finish(search: Search, replay: Replay, table: Table) -> int:
     """Write the report, and say which trial is the best. Return the exit code."""
     search.require_unchanged(*search.trials)
-    rows = search.rows(replay.standings)
-    best = search.best(rows)
+    rows = search.ranked(search.rows(replay.standings))
     table.show(rows, set())
-    if best is None:
+    best = rows[0]
+    if not best.values:
         reasons = {row.note for row in rows}
         raise RunError(f"{search.path}: no trial has a result", *sorted(reasons)[:5])
     metric = search.experiment.searcher.metric
     arguments = search.command_of(best)
-    written = write_report(search.path, rows, best, metric, arguments)
-    table.end(best, metric, arguments, written)
+    note = explain_overtaken(search.overtaken(rows))
+    written = write_report(search.path, rows, metric, arguments, note)
+    table.end(best, metric, arguments, written, note)
     return 0
 
 

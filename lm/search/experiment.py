@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from lm import strict_yaml
 from lm.errors import ConfigError
+
+_TYPES = ("const", "categorical", "int", "double", "log")
 
 Point = dict[str, Any]
 """Hyperparameters of a trial."""
@@ -93,9 +95,22 @@ class _Range(BaseModel, frozen=True, extra="forbid"):
         raise NotImplementedError
 
 
+def _refuse_range(value: Any) -> Any:
+    if _is_range(value):
+        raise ValueError("a value cannot be a range itself")
+    return value
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in _TYPES
+
+
+Value = Annotated[Any, AfterValidator(_refuse_range)]
+
+
 class _Const(_Range, frozen=True):
     type: Literal["const"]
-    val: Any
+    val: Value
 
     def draw(self, source: random.Random) -> Any:  # noqa: ARG002
         return self.val
@@ -106,7 +121,7 @@ class _Const(_Range, frozen=True):
 
 class _Categorical(_Range, frozen=True):
     type: Literal["categorical"]
-    vals: list[Any] = Field(min_length=1)
+    vals: list[Value] = Field(min_length=1)
 
     def draw(self, source: random.Random) -> Any:
         return source.choice(self.vals)
@@ -177,6 +192,15 @@ class _Log(_Number, frozen=True):
             raise ValueError(f"powers {bounds} of {self.base:g} exceed float64")
         return self
 
+    def note(self) -> str | None:
+        """Return a line if the exponents look like values, as all draws lie close together."""
+        if not 0 < self.minval < self.maxval < 1:
+            return None
+        drawn = f"{self.base**self.minval:.5g} to {self.base**self.maxval:.5g}"
+        low, high = (math.log(bound, self.base) for bound in (self.minval, self.maxval))
+        meant = f"for {self.minval:g} to {self.maxval:g} use minval {low:.4g} and maxval {high:.4g}"
+        return f"minval and maxval are exponents of {self.base:g}, so {drawn} is drawn; {meant}"
+
     def draw(self, source: random.Random) -> float:
         return self.base ** source.uniform(self.minval, self.maxval)
 
@@ -187,8 +211,6 @@ class _Log(_Number, frozen=True):
 _RANGE: TypeAdapter[_Range] = TypeAdapter(
     Annotated[_Const | _Categorical | _Int | _Double | _Log, Field(discriminator="type")]
 )
-_TYPES = ("const", "categorical", "int", "double", "log")
-
 Space = dict[str, Any]
 """Hyperparameters, of which each is a value, a `_Range`, or a mapping with ranges in it."""
 
@@ -217,6 +239,9 @@ class Experiment:
         for override in overrides:
             key, _, value = override.partition("=")
             self.overridden[key.strip()] = value
+            if _is_range(_parse(value)):
+                problem = f"a range is set in {path}, not on the command line"
+                self._problems.append(f"argument {key.strip()}: {problem}; use one value")
         self.space: Space = {}
         for key, value in section.items():
             if key not in self.overridden:
@@ -234,6 +259,14 @@ class Experiment:
     def searched(self) -> list[str]:
         """The hyperparameters that differ between trials."""
         return [key for key, value in self.space.items() if _has_range(value)]
+
+    def notes(self) -> list[str]:
+        """Return lines on ranges that may not be what was meant."""
+        notes: list[str] = []
+        for key, value in self.space.items():
+            if isinstance(value, _Log) and (note := value.note()) is not None:
+                notes.append(f"{self._label(f'hyperparameters.{key}')}: {note}")
+        return notes
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which trials there are, and which survive."""
@@ -296,7 +329,7 @@ class Experiment:
         """Return `value` with a `_Range` in place of each mapping that describes one."""
         if not isinstance(value, dict):
             return value
-        if value.get("type") not in _TYPES:
+        if not _is_range(value):
             if "type" in value:
                 problem = f"type {value['type']!r} is not one of {', '.join(_TYPES)}"
                 self._problems.append(f"{self._label(key)}: {problem}")
@@ -353,6 +386,13 @@ class Experiment:
         if line is not None:
             where = f"{where}:{line}"
         return f"{where}: {key.removeprefix('hyperparameters.')}"
+
+
+def _parse(argument: str) -> Any:
+    try:
+        return strict_yaml.parse_yaml(argument.strip(), "")[0]
+    except ConfigError:
+        return argument
 
 
 def _has_range(value: Any) -> bool:

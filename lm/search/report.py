@@ -85,8 +85,10 @@ class Table:
             line = f"{row.name} {status}"
             if row.values and row.name not in running:
                 line = f"{line}, {self._metric} {row.result()}"
-            values = ", ".join(f"{key}={format_value(value)}" for key, value in row.point.items())
-            print(f"{format_elapsed()}  {line} ({values})", flush=True)
+            if row.point:
+                values = [f"{key}={format_value(value)}" for key, value in row.point.items()]
+                line = f"{line} ({', '.join(values)})"
+            print(f"{format_elapsed()}  {line}", flush=True)
 
     def _draw(self, rows: Sequence[Row], running: set[str]) -> None:
         size = shutil.get_terminal_size()
@@ -94,9 +96,13 @@ class Table:
         if rows:
             keys = list(rows[0].point)
         cells = [["trial", "", self._metric, *keys]]
-        # What runs is last, and what is cut off above the terminal's first line has ended.
-        order = sorted(rows, key=lambda row: row.state == "active")
-        for row in order[-max(3, size.lines - 4) :]:
+        # What runs is last, and what is cut off above the terminal's first line has ended. At the
+        # end of the search, the best is first.
+        n_rows = max(3, size.lines - 4)
+        shown = sorted(rows, key=lambda row: row.state == "active")[-n_rows:]
+        if all(row.state != "active" for row in rows):
+            shown = rows[:n_rows]
+        for row in shown:
             values = [format_value(value) for value in row.point.values()]
             status = _status(row, running)[:_MAX_STATUS]
             cells.append([row.name, status, row.result(), *values])
@@ -117,10 +123,15 @@ class Table:
             print(f"\x1b[{self._n_lines}F\x1b[J", end="")
             self._n_lines = 0
 
-    def end(self, best: Row, metric: str, command: Sequence[str], written: str) -> None:
+    def end(self, best: Row, metric: str, command: Sequence[str], written: str, note: str) -> None:
         """Print the best trial, how to train on, and where the report is."""
-        values = ", ".join(f"{key} {format_value(value)}" for key, value in best.point.items())
-        print(f"best: {best.name}, {metric} {best.result()}: {values}")
+        line = f"best: {best.name}, {metric} {best.result()}"
+        if best.point:
+            values = [f"{key} {format_value(value)}" for key, value in best.point.items()]
+            line = f"{line}: {', '.join(values)}"
+        print(line)
+        if note:
+            print(note)
         print(f"report: {written}")
         print("to train at this point, at full length or longer (max_steps=N):")
         print(f"    {shlex.join(command)}")
@@ -139,28 +150,42 @@ def _status(row: Row, running: set[str]) -> str:
     return f"{row.state} at step {row.step}"
 
 
+def explain_overtaken(rows: Sequence[Row]) -> str:
+    """Return a line on trials that were stopped with a better value than the best one; or ""."""
+    if not rows:
+        return ""
+    shown = ", ".join(f"{row.name} ({row.result()})" for row in rows[:5])
+    if len(rows) > 5:
+        shown = f"{shown}, ..."
+    reason = "when they were stopped at a rung, others there were better still"
+    return f"better, but not complete: {shown}: {reason}"
+
+
 def write_report(
-    directory: Path, rows: Sequence[Row], best: Row, metric: str, command: Sequence[str]
+    directory: Path, ranked: Sequence[Row], metric: str, command: Sequence[str], explanation: str
 ) -> str:
-    """Write the report on a search to its directory. Return what was written."""
+    """Write the report on a search, whose best trial is first. Return what was written."""
+    best = ranked[0]
     text = directory / REPORT
     picture = directory / PICTURE
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
     note = f" and {PICTURE}"
     try:
-        draw(rows, best, metric, picture)
+        draw(ranked, best, metric, picture)
     except ImportError:
         note = f" ({PICTURE} requires a package: pip install matplotlib)"
     lines = [f"# Search {directory.name}", ""]
     lines += [f"Best: {best.name}, {metric} {best.result()}. To train at its point:", ""]
     lines += [f"    {shlex.join(command)}", ""]
+    if explanation:
+        lines += [f"{explanation}.", ""]
     if picture.exists():
         lines += [f"![learning curves and parallel coordinates]({PICTURE})", ""]
     keys = list(best.point)
     lines.append(_format_row(["trial", *keys, metric, "step", "state"]))
     lines.append(_format_row(["---"] * (len(keys) + 4)))
-    for row in sort_rows(rows, best):
+    for row in ranked:
         value = ""
         if row.values:
             value = f"{row.values[row.last_step]:.4f}"
@@ -171,12 +196,6 @@ def write_report(
         lines.append(_format_row([row.name, *values, value, str(row.last_step), state]))
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{text}{note}"
-
-
-def sort_rows(rows: Sequence[Row], best: Row) -> list[Row]:
-    """Return the best row, then the others by how far they got."""
-    others = [row for row in rows if row is not best]
-    return [best, *sorted(others, key=lambda row: -row.last_step)]
 
 
 def _format_row(cells: Sequence[str]) -> str:

@@ -75,6 +75,8 @@ class Search:
         else:
             points = self._points_without_rungs()
             self._brackets = [single_bracket(searcher, len(points))]
+        for note in self.experiment.notes():
+            announce(note)
         announce("reading the data")
         settings = [self._settings(point) for point in points]
         accepted = [each for each in settings if isinstance(each, Settings)]
@@ -243,20 +245,25 @@ class Search:
             rows.append(row)
         return rows
 
-    def best(self, rows: Sequence[Row]) -> Row | None:
-        """Return the trial whose last value is the best, of those that are complete.
+    def ranked(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the trials from the best: complete ones, then the others by how far they got."""
 
-        Without any, of those that have got as far as any.
-        """
-        measured = [row for row in rows if row.values]
-        if not measured:
-            return None
-        finalists = [row for row in measured if row.state == "completed"]
-        if not finalists:
-            furthest = max(row.last_step for row in measured)
-            finalists = [row for row in measured if row.last_step == furthest]
+        def key(row: Row) -> tuple[int, int, float]:
+            if not row.values:
+                return 2, 0, 0.0
+            value = self.experiment.searcher.sign * row.values[row.last_step]
+            if row.state == "completed":
+                return 0, 0, value
+            return 1, -row.last_step, value
+
+        return sorted(rows, key=key)
+
+    def overtaken(self, ranked: Sequence[Row]) -> list[Row]:
+        """Return the trials that were stopped, though their last value is better than the best."""
         sign = self.experiment.searcher.sign
-        return min(finalists, key=lambda row: sign * row.values[row.last_step])
+        best = sign * ranked[0].values[ranked[0].last_step]
+        stopped = [row for row in ranked if row.state == "stopped"]
+        return [row for row in stopped if sign * row.values[row.last_step] < best]
 
     def command_of(self, row: Row) -> list[str]:
         """Return the arguments that train from step 0 with all the hyperparameters of a trial."""
