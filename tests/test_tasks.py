@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -421,6 +422,40 @@ def test_command_prints_models_side_by_side(
     assert row.count("±") == 4
 
 
+def test_command_scores_side_by_side_with_equal_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of more positions scores with as many as one that has only these."""
+    path = write_questions(tmp_path / "own.jsonl", QUESTIONS[3:])
+    add_tokenizer(tmp_path / "long", 290)
+    make_reference(LLAMA | {"vocab_size": 290}).save_pretrained(tmp_path / "long")
+    shutil.copytree(tmp_path / "long", tmp_path / "short")
+    config = json.loads((tmp_path / "short/config.json").read_text())
+    (tmp_path / "short/config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    models = [str(tmp_path / name) for name in ("long", "short")]
+    found: list[list[float]] = []
+    for arguments in ([], ["--max-tokens", "8"], ["--max-tokens", "8", "--dtype", "bfloat16"]):
+        assert command.main([*models, "--tasks", str(path), "--json", *arguments]) == 0
+        output = json.loads(capsys.readouterr().out)
+        found.append([output[model]["own"]["bpb"] for model in models])
+    unlimited, limited, in_bfloat16 = found
+    assert unlimited[0] != unlimited[1]
+    assert limited == pytest.approx([unlimited[1], unlimited[1]], rel=1e-6)
+    assert in_bfloat16 == pytest.approx(limited, rel=0.05)
+    assert in_bfloat16[0] != limited[0]
+
+
+def test_batches_of_a_model_with_many_positions_are_small() -> None:
+    questions = QUESTIONS * 200
+    tokenized = tokenize(Task("small", "none", questions), ByteTokenizer(), config_of(131_072))
+    for batch in tokenized.batches:
+        assert sum(map(len, batch)) <= 8192
+    assert len(tokenized.batches) > 1
+    long = Question([Choice("x" * 10_000, "y")], 0)
+    tokenized = tokenize(Task("long", "none", [long] * 2), ByteTokenizer(), config_of(131_072))
+    assert [len(batch) for batch in tokenized.batches] == [1, 1]
+
+
 @pytest.mark.slow
 def test_command_prints_the_same_under_a_launcher(tmp_path: Path) -> None:
     add_tokenizer(tmp_path, 290)
@@ -507,12 +542,23 @@ def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
     [
         (["--tasks", "none.jsonl"], "none.jsonl"),
         (["--tasks", "none.jsonl", "--limit", "0"], "--limit"),
+        (["--tasks", "own.jsonl", "--max-tokens", "0"], "--max-tokens"),
+        (["--tasks", "own.jsonl", "--base", "hf"], "--base"),
     ],
 )
 def test_command_refuses_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    problem: str,
 ) -> None:
-    assert command.main([str(tmp_path), *arguments]) == 2
+    monkeypatch.chdir(tmp_path)
+    write_questions(Path("own.jsonl"))
+    add_tokenizer(Path("hf"), 290)
+    make_reference(GPT2 | {"vocab_size": 290}).save_pretrained("hf")
+    capsys.readouterr()
+    assert command.main(["hf", *arguments]) == 2
     error = capsys.readouterr().err.strip()
     assert problem in error
     assert "\n" not in error

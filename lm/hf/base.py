@@ -171,6 +171,8 @@ def load_merged_model(
     opened: Path | None = None
     if manifest.base is not None:
         opened = open_base(manifest.base, base_dir)  # its files are as large as the manifest says
+    elif base_dir is not None:
+        raise ConfigError(f"--base: {directory} has no LoRA adapters; leave --base out for it")
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)

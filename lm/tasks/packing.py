@@ -6,8 +6,7 @@ which attends to the context and to itself.
     context   choice 0  choice 1
     c c c c   a a a     b b         position_ids 0 1 2 3  4 5 6  4 5
 
-The sequences are divided into batches of at most `max_seq_len` tokens, which depend on the task,
-the tokenizer and the model alone.
+The sequences are divided into batches, which depend on the task, the tokenizer and the model alone.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ Ids = NDArray[np.int64]
 
 _PAD_MULTIPLE = 16
 """Batches are padded to a multiple of so many tokens, so that few shapes occur."""
+_BATCH_TOKENS = 1 << 13
+"""Enough to keep a device busy: a Hugging Face model can have a `max_seq_len` of 131,072."""
 _QUESTIONS_PER_CALL = 256
 """Questions in one call of the tokenizer."""
 
@@ -218,7 +219,8 @@ def _windows(ids: Ids, n_context: int, max_seq_len: int) -> Iterator[tuple[Ids, 
 def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[list[PackedSequence]]:
     """Divide sequences, the longest first, into batches.
 
-    A batch has at most as many tokens, with padding, as a validation of one sequence.
+    A batch has, with padding, at most `max_seq_len` tokens, and if that is more, `_BATCH_TOKENS`,
+    unless one sequence has more.
     """
     longest_first = sorted(sequences, key=len, reverse=True)
     batches: list[list[PackedSequence]] = []
@@ -226,7 +228,8 @@ def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[li
     for sequence in longest_first:
         is_full = len(batches) == 0 or len(batches[-1]) == size
         if is_full:
-            size = config.max_seq_len // _padded_length(len(sequence), config)
+            length = _padded_length(len(sequence), config)
+            size = max(1, min(config.max_seq_len, _BATCH_TOKENS) // length)
             batches.append([])
         batches[-1].append(sequence)
     return batches
