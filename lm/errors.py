@@ -176,7 +176,8 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if is_unread:
                 return 128 + signal.SIGPIPE
-            print(f"{error.filename or 'stdout'}: {error.strerror}", file=sys.stderr)
+            problem = f"{error.filename or 'stdout'}: {error.strerror}"
+            print(make_printable(problem), file=sys.stderr)
             return RunError.exit_code
         except KeyboardInterrupt:
             return 130

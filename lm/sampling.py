@@ -97,9 +97,11 @@ def find_candidates(logits: Tensor, settings: Sampling) -> Candidates:
     sorted_logits, token_ids = logits.topk(n_candidates)
     weights = _compute_probabilities(sorted_logits, settings.temperature)
     if settings.top_p is not None:
-        # A token is needed if those before it do not reach top_p; so the first always is.
+        # A token is needed if those before it do not reach top_p, which float32 can round to 0.
         sum_before = weights.cumsum(dim=-1) - weights
-        weights = weights.masked_fill(sum_before >= settings.top_p, 0.0)
+        is_left_out = sum_before >= settings.top_p
+        is_left_out[:, 0] = False
+        weights = weights.masked_fill(is_left_out, 0.0)
     if settings.min_p is not None:
         least = settings.min_p * weights[:, :1]
         weights = weights.masked_fill(weights < least, 0.0)
@@ -109,7 +111,8 @@ def find_candidates(logits: Tensor, settings: Sampling) -> Candidates:
 def _compute_probabilities(logits: Tensor, temperature: float) -> Tensor:
     """Return softmax(logits / temperature); raise ConfigError if that is not finite."""
     # Softmax is the same for logits that all differ by a constant. Those that are at most 0 cannot
-    # overflow when divided by a small temperature.
+    # overflow when divided by a small temperature, which must not be rounded to 0.
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     probabilities = (shifted / temperature).softmax(dim=-1)
     if not probabilities.isfinite().all():

@@ -103,6 +103,13 @@ def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: l
     torch.testing.assert_close(draw(top_p=top_p), expected, atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["top_p", "temperature"])
+def test_values_that_float32_rounds_to_zero_leave_the_most_likely(name: str) -> None:
+    for value in (1e-46, 5e-324):
+        settings: dict[str, Any] = {name: value}
+        assert draw(**settings).nonzero().flatten().tolist() == [1]
+
+
 def test_top_p_applies_after_top_k() -> None:
     assert draw(top_k=2, top_p=0.7)[1] == 1  # of the two, the first has 0.73
     assert (draw(top_k=2, top_p=0.74) > 0).sum() == 2

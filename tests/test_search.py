@@ -19,7 +19,7 @@ import yaml
 from filelock import FileLock
 
 from lm.determined.search import differences
-from lm.errors import ConfigError, RunError
+from lm.errors import MAX_LINE, ConfigError, RunError
 from lm.launch.signals import STOP_SIGNALS
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment, SearcherConfig
@@ -380,6 +380,30 @@ def test_last_errors_are_the_end_of_a_long_stderr() -> None:
     trial.path.mkdir(parents=True)
     (trial.path / "stderr.txt").write_text("x" * 3_000_000 + "\nthe\n\nlast\nlines\n")
     assert trial.last_errors() == "the; last; lines"
+
+
+def test_reason_of_a_dropped_trial_is_one_short_line() -> None:
+    write_experiment({"name": "single", "metric": "loss"}, SMALL)
+    (trial,) = Search(Path("tiny.yaml"), []).trials
+    trial.path.mkdir(parents=True)
+    (trial.path / "dropped").write_text("\x1b[2J" + "x" * 1_000_000)
+    reason = trial.why_dropped()
+    assert reason is not None
+    assert len(reason) <= MAX_LINE + 10
+    assert reason.isprintable()
+
+
+def test_records_that_are_malformed_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    write_experiment({"name": "single", "metric": "loss"}, SMALL)
+    (trial,) = Search(Path("tiny.yaml"), []).trials
+    trial.path.mkdir(parents=True)
+    good = {"group": "validation", "step": 8, "time": 1.0, "loss": 2.0}
+    others = [{"group": "validation", "loss": 1.0}, [], {"step": 8}, good | {"step": None}]
+    write_lines(trial.path / "metrics.jsonl", *others, good, good | {"loss": "x", "step": 10})
+    write_lines(trial.path / "sessions.jsonl", {"time": 1}, {"step": 0}, {"step": None})
+    assert trial.values() == {8: 2.0}
+    assert trial.n_sessions() == 1
+    assert "metrics.jsonl:1: left out: step" in capsys.readouterr().err
 
 
 def start_search(*arguments: str) -> subprocess.Popen[str]:

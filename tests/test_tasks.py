@@ -19,7 +19,7 @@ import torch
 
 from lm import evaluate as command
 from lm.data.tokenizer import ByteTokenizer, load_tokenizer
-from lm.errors import ConfigError
+from lm.errors import MAX_LINE, ConfigError
 from lm.runtime.world import World
 from lm.tasks import questions
 from lm.tasks.packing import tokenize
@@ -259,7 +259,7 @@ def test_file_above_a_limit_is_refused(
     monkeypatch.setattr(questions, limit, 2 if limit == "MAX_LINES" else 100)
     path = write_lines(tmp_path / "large.jsonl", *[GOOD | {"context": "a" * 60}] * 3)
     if limit == "MAX_LINE_BYTES":
-        path.write_text("x" * 200)
+        path.write_text("x" * 200 + "\n")  # complete, in the block that is read
     with pytest.raises(ConfigError, match="more than"):
         read_tasks([str(path)])
 
@@ -542,6 +542,11 @@ def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
     [
         (["--tasks", "none.jsonl"], "none.jsonl"),
         (["--tasks", "none.jsonl", "--limit", "0"], "--limit"),
+        (["--tasks", "fifo.jsonl"], "fifo.jsonl: is not a regular file"),
+        (["--tasks", "./hf"], "hf: is not a regular file"),
+        (["--tasks", "x" * 5000 + ".jsonl"], "x.jsonl: File name too long"),
+        (["own.jsonl", "--tasks", "own.jsonl"], "own.jsonl: is a file; name the directory"),
+        (["y" * 5000, "--tasks", "own.jsonl"], "File name too long"),
         (["--tasks", "own.jsonl", "--max-tokens", "0"], "--max-tokens"),
         (["--tasks", "own.jsonl", "--base", "hf"], "--base"),
     ],
@@ -555,10 +560,14 @@ def test_command_refuses_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_questions(Path("own.jsonl"))
+    os.mkfifo("fifo.jsonl")
     add_tokenizer(Path("hf"), 290)
     make_reference(GPT2 | {"vocab_size": 290}).save_pretrained("hf")
     capsys.readouterr()
-    assert command.main(["hf", *arguments]) == 2
+    if arguments[0] == "--tasks":
+        arguments = ["hf", *arguments]
+    assert command.main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert problem in error
+    assert len(error) <= MAX_LINE
     assert "\n" not in error

@@ -196,7 +196,8 @@ class Trial:
     def why_dropped(self) -> str | None:
         """Return why the trial was dropped, or None if it was not."""
         try:
-            return read_bytes(self.path / "dropped", _MAX_REASON_BYTES).decode(errors="replace")
+            reason = read_bytes(self.path / "dropped", _MAX_REASON_BYTES)
+            return make_printable(reason.decode(errors="replace"))
         except FileNotFoundError:
             return None
 

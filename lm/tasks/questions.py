@@ -100,14 +100,17 @@ def read_tasks(names: Sequence[str], limit: int | None = None) -> list[Task]:
     return [_read_task(name, source, limit) for name, source in sources.items()]
 
 
+@oserror_as_config_error
 def _find_task(name: str) -> tuple[str, _Source]:
     """Return the name of the task in metrics, and its source."""
     if name.endswith(_JSON_LINES) or "/" in name:
         path = Path(name).expanduser()
         # It is part of the names of metrics.
         label = re.sub(r"[^A-Za-z0-9_-]+", "_", path.name.partition(".jsonl")[0]).strip("_-")
-        if not path.is_file():
+        if not path.exists():
             raise ConfigError(f"{path.absolute()}: no such file")
+        if not path.is_file():
+            raise ConfigError(f"{path}: is not a regular file; use one of JSON Lines")
         if not 0 < len(label) <= _MAX_NAME:
             rule = f"1 to {_MAX_NAME} letters, digits, _ and - of it are the name of its metrics"
             raise ConfigError(f"{path}: {rule}; rename it")
@@ -218,11 +221,12 @@ def _read_lines(path: Path) -> Iterator[bytes]:
         if n_bytes > MAX_FILE_BYTES or n_lines > MAX_LINES:
             limits = f"{MAX_LINES:,} lines or {MAX_FILE_BYTES:,} bytes"
             raise ConfigError(f"{path}: has more than {limits}; split the file")
-        *lines, partial_line = (partial_line + block).split(b"\n")
-        yield from lines
-        if len(partial_line) > MAX_LINE_BYTES:
+        lines = (partial_line + block).split(b"\n")
+        partial_line = lines[-1]
+        if max(map(len, lines)) > MAX_LINE_BYTES:
             limit = f"{MAX_LINE_BYTES:,} bytes in a line"
             raise ConfigError(f"{path}: has more than {limit}; it must be JSON Lines")
+        yield from lines[:-1]
     yield partial_line
 
 
