@@ -657,7 +657,14 @@ def test_search_does_not_adopt_other_trials(prepare: Callable[[], Any], parts: l
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_signals")
-def test_search_ends_where_its_data_change() -> None:
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda path: path.write_text("other text " * 3000), "val_data: was "),
+        (lambda path: path.unlink(), "val_data: "),
+    ],
+)
+def test_search_ends_where_its_data_change(change: Callable[[Path], Any], problem: str) -> None:
     """No trial is dropped: nothing is wrong with its point."""
     write_data()
     write_experiment({"name": "random", "metric": "loss", "max_trials": 2}, SMALL | TEXT)
@@ -666,18 +673,18 @@ def test_search_ends_where_its_data_change() -> None:
     with FileLock((second / "lock").absolute()):  # the search waits for it
         search = start_search()
         wait_until(lambda: 8 in losses_by_trial("tiny").get("trial-1", {}))
-        Path("val.txt").write_text("other text " * 3000)
+        change(Path("val.txt"))
     _, errors = search.communicate(timeout=300)
     assert search.returncode == ConfigError.exit_code
     (line,) = errors.splitlines()
     assert "trial-2 does not start" in line
-    assert "val_data: was " in line
+    assert problem in line
     assert "run the same command again" in line
     assert not (second / "dropped").exists()
     rerun = start_search()
     output, errors = rerun.communicate(timeout=300)
     assert rerun.returncode == ConfigError.exit_code
-    assert "trial-1: val_data: was " in errors
+    assert problem in errors
     assert "trial-2" not in output
     write_data()
     assert command.main(["tiny.yaml"]) == 0

@@ -180,7 +180,7 @@ class Runner:
         if process.was_resumed() and not process.has_trained():
             self._end(f"{trial.name} does not resume", reason)
             return
-        if OTHER_INPUTS in reason:
+        if OTHER_INPUTS in reason or self._search.inputs_have_changed(trial):
             self._end(f"{trial.name} does not start", reason)
             return
         trial.drop(reason)

@@ -21,6 +21,7 @@ from lm.checkpoint.manifest import CheckpointError
 from lm.config import REPOSITORY, Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.data.run_data import DataConfig, open_data
+from lm.data.tokens import check_token_files
 from lm.determined.search import Searcher, differences
 from lm.errors import ConfigError
 from lm.fileio import parse_json, read_bytes, replace_durably
@@ -199,6 +200,12 @@ class Search:
         for trial in trials:
             self._refuse([f"{trial.name}: {change}" for change in trial.changes()])
 
+    def inputs_have_changed(self, trial: Trial) -> bool:
+        """Return whether the inputs of a trial are others now, or wrong, and were not before."""
+        settings = trial.settings
+        found = _find_inputs(settings.hp, settings.searcher, settings.global_batch_size)
+        return found != settings.inputs
+
     def _refuse(self, changes: Sequence[str]) -> None:
         if changes:
             remedy = f"undo the change, or start another search: run_name={self.name}-2"
@@ -289,6 +296,7 @@ def _find_inputs(
     try:
         assert hp.seed is not None
         data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, hp.seed)
+        check_token_files(data.datasets, 0, 1)
         check_searcher(searcher, hp, data)
         tasks = read_tasks(hp.eval_tasks or (), hp.eval_limit)
         return fingerprint_inputs(hp, data, fingerprint_tasks(tasks))
