@@ -188,7 +188,7 @@ class Trial:
         changes = [f"{self.config.name}: {each}" for each in differences(expected, found)]
         for session in read_records(self._run_dir.sessions, _Session):
             if session.inputs is None:
-                changes.append("inputs: are unknown, as lm.search did not start it")
+                changes.append("inputs: are unknown: an older version started it, or not lm.search")
             else:
                 changes += differences(session.inputs, self.settings.inputs)
         return list(dict.fromkeys(changes))
