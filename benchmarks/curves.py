@@ -49,7 +49,7 @@ def run_losses(config: Path, settings: Sequence[str], steps: int, processes: int
         )
         (run,) = Path(directory).glob("runs/*")
         _, losses = RunRecords(run).curve("training", "loss")
-        return losses
+        return list(losses)
 
 
 def compute_deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float]:

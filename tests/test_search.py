@@ -403,7 +403,7 @@ def test_records_that_are_malformed_are_left_out(capsys: pytest.CaptureFixture[s
     write_lines(trial.path / "sessions.jsonl", {"time": 1}, {"step": 0}, {"step": None})
     assert trial.values() == {8: 2.0}
     assert trial.n_sessions() == 1
-    assert "metrics.jsonl:1: left out: step" in capsys.readouterr().err
+    assert "metrics.jsonl:1: left out (5 in all): step" in capsys.readouterr().err
 
 
 def start_search(*arguments: str) -> subprocess.Popen[str]:

@@ -12,6 +12,8 @@ import yaml
 
 from lm import config
 from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+from lm.fileio import read_records
+from lm.metrics.records import Sample
 from lm.report import RunRecords
 from lm.runtime.world import World
 from tests.support import REPOSITORY
@@ -77,9 +79,11 @@ def sample_by_sharding(world: World) -> list[Path]:
 def test_sample_rate_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     monkeypatch.chdir(tmp_path)
-    runs = list(map(RunRecords, run_ranks(2, sample_by_sharding)[0]))
+    paths = [Path(path) for path in run_ranks(2, sample_by_sharding)[0]]
+    runs = list(map(RunRecords, paths))
     first, *others, silent, offloaded = (
-        [(s.step, s.prompt, s.text) for s in each.samples] for each in runs
+        [(s.step, s.prompt, s.text) for s in read_records(path / "samples.jsonl", Sample)]
+        for path in paths
     )
     assert [step for step, *_ in first] == [2, 4]
     assert all(prompt.isprintable() and len(prompt) == 16 and text for _, prompt, text in first)

@@ -139,6 +139,8 @@ class RunDir:
             ) from None
         if holder is not None:
             raise in_use_error(self.path, holder)
+        if (self.path / FIRST_CHECKPOINT).exists():  # the file system has shown that it can
+            return
         try:
             _try_to_save(self.checkpoints)
         except OSError as error:
