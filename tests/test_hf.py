@@ -29,11 +29,14 @@ from torch import Tensor, nn
 from lm import generate, sampling
 from lm.checkpoint import tensor_files
 from lm.data.hub_cache import find_directory
+from lm.data.run_data import open_data
 from lm.data.tokenizer import load_tokenizer
+from lm.data.tokens import check_token_files
 from lm.errors import ConfigError, RunError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights
 from lm.hf.base import find_base
+from lm.prepare.__main__ import main as prepare
 from lm.presets import PRESETS
 from lm.runtime.world import World
 from lm.training import lora
@@ -612,6 +615,46 @@ def test_init_from_can_be_in_the_home_or_a_folder_of_the_cache(
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("2")
     assert init_from(str(model)) == str(second)
+
+
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf", "tokens"])
+def test_tokenizer_may_have_a_token_that_the_model_does_not(
+    dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in"
+    reference = make_reference(GEMMA3 | {"vocab_size": 280})
+    reference.save_pretrained(source)
+    tokenizer = add_tokenizer(source, 280)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(source)
+    assert tokenizer.convert_tokens_to_ids("<image>") == 280
+    assert hf_main.main(["inspect", str(source)]) == 0
+    capsys.readouterr()
+
+    for text in ("<image", "<image>"):
+        data = tmp_path / ("text.txt" if dataset in ("text", "tokens") else "text.jsonl")
+        content = f"{text} {TEXTS[0]}" * 40
+        if dataset in ("jsonl", "hf"):
+            content = json.dumps({"text": "Hi"}) + "\n" + json.dumps({"text": content}) + "\n"
+        data.write_text(content)
+        keys: dict[str, Any] = {"dataset": dataset, "train_data": str(data)}
+        if dataset == "tokens":
+            keys["train_data"] = str(tmp_path / f"tokens{len(text)}")
+            arguments = ["--tokenizer", source, "--out", keys["train_data"], data]
+            assert prepare([str(each) for each in arguments]) == 0
+        if dataset in ("tokens", "jsonl", "hf"):
+            keys["val_data"] = keys["train_data"]
+        hp = read_with_model_defaults(keys | {"init_from": str(source), "max_seq_len": 8})
+        assert hp.vocab_size == 280
+        if text == "<image":
+            opened = open_data(hp, hp.vocab_size, 8, 1, 0)
+            check_token_files(opened.datasets, 0, 1)
+            assert "has 281 ids, the model 280 (vocab_size)" in opened.notes[-1]
+            continue
+        with pytest.raises(ConfigError, match="id 280") as refused:
+            check_token_files(open_data(hp, hp.vocab_size, 8, 1, 0).datasets, 0, 1)
+        place = {"jsonl": f"{data}:2: ", "text": f"{data}: "}.get(dataset, "")
+        assert place in str(refused.value)
 
 
 # ---- errors

@@ -256,6 +256,14 @@ def write_index(folder: Path, weight_map: Any) -> None:
 
 WEIGHTS = "model.safetensors"
 INDEX = "in/model.safetensors.index.json: weight_map"
+
+
+def end_beyond_the_model(folder: Path) -> None:
+    tokenizer = add_tokenizer(folder, 320)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(305)
+    tokenizer.save_pretrained(folder)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (
         lambda folder: (folder / "config.json").write_text("["),
@@ -367,7 +375,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         ],
         "tie_word_embeddings: false",
     ),
-    "large tokenizer": (lambda folder: add_tokenizer(folder, 320), "306 tokens, the model 300"),
+    "end of text without an embedding": (
+        end_beyond_the_model,
+        "is id 305, which the model, with 300 ids",
+    ),
     "damaged tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
         "in: fails in the tokenizers library: ",

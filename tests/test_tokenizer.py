@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,6 +158,42 @@ def test_decode_of_end_of_text_is_a_blank_line() -> None:
     first, *_ = BYTE_LEVEL.encode("\u65e5")
     ids = [*BYTE_LEVEL.encode("a"), BYTE_LEVEL.eos_id, *BYTE_LEVEL.encode("b"), first]
     assert BYTE_LEVEL.decode(ids) == "a\n\nb\ufffd"
+
+
+def with_token(content: bytes, token: str) -> FileTokenizer:
+    encoder = tokenizers.Tokenizer.from_buffer(content)
+    encoder.add_special_tokens([token])
+    return from_files(encoder.to_str().encode())
+
+
+def test_ids_that_the_model_does_not_have_are_refused_where_they_occur() -> None:
+    tokenizer = with_token(byte_level_tokenizer(), "<image>")
+    n_ids = BYTE_LEVEL.vocab_size
+    assert tokenizer.encode("to <image>")[-1] == n_ids
+    tokenizer.limit_ids(n_ids)
+    assert tokenizer.encode("to be") == BYTE_LEVEL.encode("to be")
+    encodes = (
+        lambda text: tokenizer.encode(text),
+        lambda text: tokenizer.encode_batch(["to be", text]),
+        lambda text: tokenizer.encode_with_ends([text], add_special_tokens=True),
+        lambda text: tokenizer.encode_with_ends([text], add_special_tokens=False),
+        lambda text: pickle.loads(pickle.dumps(tokenizer)).encode(text),
+    )
+    for encode in encodes:
+        encode("to <image")
+        with pytest.raises(ConfigError, match=f'^tokenizer: test: "<image>" is id {n_ids}, '):
+            encode("to <image> be")
+
+
+def test_end_of_text_that_the_model_does_not_have_is_refused() -> None:
+    for tokenizer, end in ((TOKENIZER, 257), (BYTE_LEVEL, "<|endoftext|>")):
+        with pytest.raises(ConfigError, match=r"^tokenizer: ") as refused:
+            tokenizer.limit_ids(tokenizer.eos_id)
+        assert str(end) in str(refused.value)
+    tokenizer = from_files(llama_tokenizer(), {"bos_token": "be", "eos_token": "<unk>"})
+    assert tokenizer.bos_id is not None
+    tokenizer.limit_ids(tokenizer.bos_id)
+    assert tokenizer.bos_id is None
 
 
 def test_tokenizer_pickles() -> None:

@@ -270,3 +270,14 @@ def test_cache_directory_that_cannot_be_searched(
     flip(tmp_path / "train.bin")
     with pytest.raises(ConfigError, match=r"train.bin: damaged"):
         check_token_files(prepared, 0, 1)
+
+
+def test_ids_that_the_model_does_not_have_are_found_before_step_1(tmp_path: Path) -> None:
+    checksum = google_crc32c.value(np.array([1, 2, 299, 3, 4], "uint16").tobytes())
+    path = write(tmp_path, [1, 2, 299, 3, 4], crc32c=checksum)
+    check_token_files([TokenFileDataset(path, 2, 300)], 0, 1)
+    problem = r"train\.bin: byte 4: id 299 is not less than vocab_size 299"
+    with pytest.raises(ConfigError, match=problem):
+        check_token_files([TokenFileDataset(path, 2, 299)], 0, 1)
+    tail = TokenFileDataset(write(tmp_path / "b", [1, 2, 3, 299], vocab_size=300), 2, 299)
+    tail.check_ids()  # which is in no sequence

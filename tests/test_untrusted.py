@@ -173,7 +173,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: forge_manifest(folder, tokenizer="300 tokens, sha256 0"),
         "written with 300 tokens, sha256 0",
     ),
-    "a tokenizer with more tokens than the model": (add_token, "301 tokens, the model 300"),
     "a tokenizer of 44 MB": (
         lambda folder: forge_tokenizer(folder, x=[[]] * 11_000_000),
         "at most 41,943,040",
@@ -197,6 +196,15 @@ def test_hostile_checkpoint_is_refused(case: str, saved: Path) -> None:
     assert all(len(problem) < 1100 for problem in refused.value.problems)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", str(refused.value))
     assert part in refused.value.problems[0]
+
+
+def test_token_that_the_model_does_not_have_is_refused_where_it_occurs(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_token(saved)
+    assert generate.main([str(saved), "--prompt", "or not", "--max-new-tokens", "2"]) == 0
+    assert generate.main([str(saved), "--prompt", "To be", "--max-new-tokens", "2"]) == 2
+    assert f'tokenizer: {saved}: "To be" is id 300, ' in capsys.readouterr().err
 
 
 def irregular(path: Path, kind: str, target: Path) -> None:

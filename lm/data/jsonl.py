@@ -21,7 +21,7 @@ from lm.data.dataset import Dataset, Sample
 from lm.data.files import JsonLine, name_files, raise_together, read_json_lines
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix
 from model import IGNORE_INDEX
 
 _HOLD_OUT_EVERY = 20
@@ -211,7 +211,13 @@ def _tokenize_batch(
     records: Sequence[RenderedRecord], tokenizer: Tokenizer, *, add_special_tokens: bool
 ) -> Iterator[_TokenizedRecord]:
     texts = [record.text for record in records]
-    encodings = tokenizer.encode_with_ends(texts, add_special_tokens=add_special_tokens)
+    try:
+        encodings = tokenizer.encode_with_ends(texts, add_special_tokens=add_special_tokens)
+    except ConfigError:
+        for record in records:
+            with error_prefix(record.place):
+                tokenizer.encode_with_ends([record.text], add_special_tokens=add_special_tokens)
+        raise
     for record, (ids, ends) in zip(records, encodings, strict=True):
         if record.target_spans is None:
             is_target = np.full(len(ids), True)

@@ -37,6 +37,8 @@ class RenderedRecord(NamedTuple):
     """characters whose tokens are targets; None = all"""
     is_chat: bool
     """a chat template has written the start and end tokens"""
+    place: str = ""
+    """of the record, for errors"""
 
 
 class _Chat(NamedTuple):
@@ -64,7 +66,7 @@ class RecordRenderer:
     def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
         for line in lines:
             try:
-                yield self._render(line.record)
+                yield self._render(line.record)._replace(place=line.place)
             except ConfigError as error:
                 raise ConfigError(f"{line.place}: {error}") from None
             except RecursionError:

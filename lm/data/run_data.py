@@ -6,7 +6,7 @@ import datetime
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -196,8 +196,8 @@ def open_data(
     """Open and check the data that `config` names.
 
     Raises:
-        ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are
-            too few samples.
+        ConfigError: files are missing or invalid, a token is not below vocab_size, or there are too
+            few samples.
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"weights require dataset: tokens, not {config.dataset}"
@@ -205,7 +205,7 @@ def open_data(
     if config.dataset != "jsonl":
         _check_only_jsonl(config)
     if config.dataset == "hf":
-        data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
+        data = _open_stream(config, vocab_size, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
         opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed)
         weights = [1.0]
@@ -222,10 +222,9 @@ def open_data(
             [*opened.train, *(each.dataset for each in opened.validation)],
         )
     if data.tokenizer is not None and data.tokenizer.vocab_size > vocab_size:
-        needed = data.tokenizer.vocab_size
-        problem = f"{vocab_size} is less than the {needed} ids of tokenizer"
-        identity = data.tokenizer.identity
-        raise ConfigError(f"vocab_size: {problem} {identity}; use {needed} or more, or null")
+        beyond = f"has {data.tokenizer.vocab_size} ids, the model {vocab_size} (vocab_size)"
+        note = f"tokenizer: {beyond}: text with one of the others is refused"
+        data = replace(data, notes=[*data.notes, note])
     n_samples = data.train.samples_per_epoch
     if n_samples is not None and n_samples < global_batch_size:
         raise _too_few("train_data", n_samples, seq_len, global_batch_size)
@@ -270,11 +269,11 @@ def _open_datasets(
         case "synthetic":
             return _open_synthetic(config, vocab_size, seq_len, global_batch_size, seed)
         case "text":
-            return _open_text(config, seq_len)
+            return _open_text(config, vocab_size, seq_len)
         case "tokens":
             return _open_tokens(config, vocab_size, seq_len)
         case _:  # "jsonl"; "hf" is streamed
-            return _open_jsonl(config, seq_len)
+            return _open_jsonl(config, vocab_size, seq_len)
 
 
 def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
@@ -309,11 +308,12 @@ def _open_synthetic(
     return _OpenedDatasets([train], [ValidationSet(None, validation)], None)
 
 
-def _open_text(config: DataConfig, seq_len: int) -> _OpenedDatasets:
+def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     where = config.train_data
     assert not isinstance(where, dict)  # as only token files have weights
     train_files = files.find_files(where, "train_data")
+    tokenizer.limit_ids(vocab_size)
     train = _read_text("train_data", train_files, tokenizer)
     notes = _text_notes(train_files, train, tokenizer)
     validation: dict[str | None, NDArray[np.uint32]] = {}
@@ -407,7 +407,10 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
             dataset = TokenFileDataset(_validation_index_path(where), seq_len, vocab_size)
         _check_token_dataset(key, dataset, train[0])
         validation.append(ValidationSet(name, dataset))
-    return _OpenedDatasets(train, validation, _load_token_files_tokenizer(config, train[0]))
+    tokenizer = _load_token_files_tokenizer(config, train[0])
+    if tokenizer is not None:
+        tokenizer.limit_ids(vocab_size)
+    return _OpenedDatasets(train, validation, tokenizer)
 
 
 def _validation_index_path(where: str) -> Path:
@@ -446,8 +449,9 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFileDataset) -> 
     return tokenizer
 
 
-def _open_jsonl(config: DataConfig, seq_len: int) -> _OpenedDatasets:
+def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
+    tokenizer.limit_ids(vocab_size)
     if config.chat_template_kwargs:
         tokenizer.chat_template.check_variables(config.chat_template_kwargs)
         tokenizer.template_kwargs = config.chat_template_kwargs
@@ -494,13 +498,20 @@ def _read_jsonl(
 
 
 def _open_stream(
-    config: DataConfig, seq_len: int, global_batch_size: int, seed: int, dp_rank: int, dp_size: int
+    config: DataConfig,
+    vocab_size: int,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    dp_rank: int,
+    dp_size: int,
 ) -> Data:
     where = config.train_data
     if not isinstance(where, str):
         problem = "dataset: hf requires a dataset on the hub, or local files"
         raise ConfigError(f"train_data: {problem}")
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
+    tokenizer.limit_ids(vocab_size)
     documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
     # One token more than the inputs, as the target of the last.
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1

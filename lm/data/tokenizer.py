@@ -97,6 +97,12 @@ class ByteTokenizer:
     files: Mapping[str, bytes] = {}
     text_bytes: NDArray[np.int64] = np.array([1] * 256 + [0])
 
+    def limit_ids(self, n_ids: int) -> None:
+        """Raise ConfigError if the model has not all ids: texts have any byte."""
+        if n_ids < self.vocab_size:
+            problem = f"has {self.vocab_size} ids, and the model {n_ids} (vocab_size)"
+            raise ConfigError(f"tokenizer: {self.identity}: {problem}; {_enlarge(self.vocab_size)}")
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -186,6 +192,7 @@ class FileTokenizer:
         self.identity = f"{self.vocab_size} tokens, sha256 {digest}"
         self.eos_id: int = self._find_eos_id(vocabulary)
         self.bos_id: int | None = vocabulary.get(self._special_token("bos_token") or "")
+        self._n_model_ids = self.vocab_size
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"tokenizer: {self._name}: {problem}")
@@ -231,6 +238,36 @@ class FileTokenizer:
         if not isinstance(value, str):
             return None
         return value
+
+    def limit_ids(self, n_ids: int) -> None:
+        """Refuse texts with ids that a model of `n_ids` does not have.
+
+        Tokenizers may have more: Gemma 3's has an image's token, for which the text models have no
+        embedding.
+
+        Raises:
+            ConfigError: end of text is such an id.
+        """
+        self._n_model_ids = n_ids
+        if self.eos_id >= n_ids:
+            problem = f"{self._describe_id(self.eos_id)}, and ends texts"
+            advice = "set eos_token in its tokenizer_config.json to another token"
+            raise self._error(f"{problem}; {advice}, or {_enlarge(self.eos_id + 1)}")
+        if self.bos_id is not None and self.bos_id >= n_ids:
+            self.bos_id = None  # no text of this model starts with it
+
+    def _describe_id(self, token: int) -> str:
+        text = json.dumps(self._encoder.id_to_token(token), ensure_ascii=False)
+        return f"{text} is id {token}, which the model, with {self._n_model_ids} ids, does not have"
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ConfigError for ids that the model does not have."""
+        if self.vocab_size <= self._n_model_ids:
+            return
+        highest = max(ids, default=0)
+        if highest >= self._n_model_ids:
+            problem = self._describe_id(highest)
+            raise self._error(f"{problem}; remove it from the text, or {_enlarge(highest + 1)}")
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -305,7 +342,9 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with the tokenizer's own start of text, without end of text."""
-        return self._without_eos(self._encode(text, add_special_tokens=True))
+        ids = self._without_eos(self._encode(text, add_special_tokens=True))
+        self._check_ids(ids)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of each text as `encode` does.
@@ -314,7 +353,12 @@ class FileTokenizer:
         """
         with self._library_errors():
             encodings = self._encoder.encode_batch_fast(list(texts))
-        return [np.array(self._without_eos(encoding.ids), np.uint32) for encoding in encodings]
+        results: list[NDArray[np.uint32]] = []
+        for encoding in encodings:
+            ids = self._without_eos(encoding.ids)
+            self._check_ids(ids)
+            results.append(np.array(ids, np.uint32))
+        return results
 
     def encode_with_ends(
         self, texts: Sequence[str], *, add_special_tokens: bool
@@ -333,6 +377,7 @@ class FileTokenizer:
             ids = encoding.ids
             if add_special_tokens:
                 ids = self._without_eos(ids)
+            self._check_ids(ids)
             ends = [end for _, end in encoding.offsets[: len(ids)]]
             results.append(TokenizedText(np.array(ids, np.uint32), np.array(ends, np.int64)))
         return results
@@ -416,6 +461,12 @@ class FileTokenizer:
         return self.chat_template.render(
             messages, tools, variables, date, add_generation_prompt=add_generation_prompt
         )
+
+
+def _enlarge(n_ids: int) -> str:
+    """Return what to do for a model with `n_ids`."""
+    resize = "resize_token_embeddings() of a pretrained model with transformers"
+    return f"set vocab_size to {n_ids} or more ({resize})"
 
 
 @functools.lru_cache(maxsize=2)

@@ -25,7 +25,7 @@ from lm.data.dataset import Dataset, Sample
 from lm.data.files import decode_utf8, name_files, raise_together, read_blocks
 from lm.data.signatures import NotTextError, check_pointer
 from lm.data.tokenizer import Tokenizer, encode_documents
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
 
@@ -96,7 +96,9 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
         try:
             content = b"".join(read_blocks(path))
             if content:
-                parts += encode_documents(tokenizer, [decode_utf8(path, content)])
+                text = decode_utf8(path, content)
+                with error_prefix(str(path)):
+                    parts += encode_documents(tokenizer, [text])
         except NotTextError as error:
             others[path] = error
         except ConfigError as error:
@@ -224,22 +226,29 @@ class TokenFileDataset(Dataset):
             raise ConfigError(f"{place}: {problem}; {advice}", rank_local=True)
         return next_token_sample(ids)
 
+    def check_ids(self) -> None:
+        """Raise ConfigError for ids beyond `vocab_size`, which a larger tokenizer may have."""
+        if self.index.vocab_size > self._vocab_size:
+            for i in range(len(self)):
+                _ = self[i]
+
     def fingerprint(self) -> str:
         return f"{self.index.tokens} tokens, crc32c {self.index.crc32c:08x}"
 
 
 def check_token_files(datasets: Iterable[Dataset], local_rank: int, local_size: int) -> None:
-    """Compare NAME.bin of each token file in `datasets` with its checksum.
+    """Compare NAME.bin of each token file in `datasets` with its checksum and with the model's ids.
 
     The ranks of a machine check a share of the files each. A file is read once: what was intact is
     remembered in `CHECKED` by name, size, time of change and inode.
 
     Raises:
-        ConfigError: a file is damaged or cannot be read.
+        ConfigError: a file is damaged or cannot be read, or holds an id that the model lacks.
     """
     token_files = [dataset for dataset in datasets if isinstance(dataset, TokenFileDataset)]
     for dataset in token_files[local_rank::local_size]:
         _check_token_file(dataset.path, dataset.index.crc32c)
+        dataset.check_ids()
 
 
 def _check_token_file(path: Path, checksum: int) -> None:

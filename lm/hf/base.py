@@ -204,8 +204,5 @@ def load_model(
     tokenizer = load_saved_tokenizer(
         manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
     )
-    vocab_size = model_of(directory, manifest).vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
-        raise ConfigError(f"{directory}: {problem}; use another checkpoint")
+    tokenizer.limit_ids(model_of(directory, manifest).vocab_size)
     return load_merged_model(directory, device, base_dir), tokenizer

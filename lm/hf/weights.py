@@ -160,17 +160,12 @@ def load_model_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | No
     """Return the tokenizer in the directory of a Hugging Face model; None = it has none.
 
     Raises:
-        ConfigError: it has more tokens than the model.
+        ConfigError: its end of text is a token that the model does not have.
     """
     if not (directory / tokenizer.TOKENIZER_JSON).is_file():
         return None
     found = tokenizer.load_tokenizer(str(directory))
-    if found.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"{directory}: the tokenizer has {found.vocab_size} tokens, the model"
-            f" {config.vocab_size}: remove the added tokens from the tokenizer, or load the model"
-            " with transformers, resize_token_embeddings() and save_pretrained() it"
-        )
+    found.limit_ids(config.vocab_size)
     return found
 
 
