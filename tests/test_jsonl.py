@@ -134,6 +134,28 @@ def test_loss_on_completion_targets(
     assert targets(JsonlDataset([file], tokenizer, 64)) == [*ids[1:], tokenizer.eos_id]
 
 
+@pytest.mark.parametrize(
+    ("plain", "rendered", "completion_only"),
+    [
+        ({"text": "to be"}, {"text": "<s>to be</s>"}, False),
+        (
+            {"prompt": "to be, or", "completion": " not to be"},
+            {"prompt": "<s>to be, or", "completion": " not to be</s>"},
+            True,
+        ),
+    ],
+)
+def test_rendered_text_has_one_start_and_one_end(
+    plain: Any, rendered: Any, completion_only: bool, tmp_path: Path
+) -> None:
+    samples = [
+        JsonlDataset([write(tmp_path / "a.jsonl", [record])], LLAMA, 64, "text", completion_only)
+        for record in (plain, rendered)
+    ]
+    assert samples[0].fingerprint() == samples[1].fingerprint()
+    assert targets(samples[1])[-2:] == [LLAMA.encode("to be")[-1], LLAMA.eos_id]
+
+
 def test_chat_targets_are_the_assistants_messages(tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "to be"},

@@ -40,7 +40,8 @@ QUESTIONS = [
     Question([Choice("wo der Käse " * 12, " zäh ist"), Choice("wo der Käse " * 12, " ist")], 1),
     Question([Choice("Der Käse ist ", "zäh.")], 0),
 ]
-TASK = Task("small", "char", QUESTIONS)
+ENDED = Question([Choice("Käse<end>", text) for text in (" ist", " ist<end>", "<end>")], 0)
+TASK = Task("small", "char", [*QUESTIONS, ENDED])
 HAS_PACKAGE = importlib.util.find_spec("olmo_eval") is not None
 
 
@@ -114,10 +115,12 @@ def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any)
         return score(model, TASK, ours, world)
 
     found = in_world(score_ours)
-    task = tokenize(Task("small", norm, QUESTIONS), load_tokenizer(str(tmp_path)), config_of(64))
+    task = tokenize(
+        Task("small", norm, TASK.questions), load_tokenizer(str(tmp_path)), config_of(64)
+    )
     result = grade(task, found)
     number = 0
-    for question, chosen in zip(QUESTIONS, result.chosen, strict=True):
+    for question, chosen in zip(TASK.questions, result.chosen, strict=True):
         normed = []
         for choice in question.choices:
             log_likelihood, is_greedy, n_tokens = reference_score(reference, theirs, choice, 64)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from lm.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
+    encode_documents,
     load_tokenizer,
 )
 from lm.errors import ConfigError
@@ -125,6 +127,54 @@ def test_encode_keeps_the_start_and_adds_no_end() -> None:
     assert LLAMA.bos_id not in LLAMA.encode_with_ends(["to be"], add_special_tokens=False)[0][0]
     assert [LLAMA.bos_id] == LLAMA.encode("")
     assert BYTE_LEVEL.bos_id is LLAMA2.bos_id is TOKENIZER.bos_id is None
+
+
+def writing(template: str, content: bytes) -> tuple[FileTokenizer, Any]:
+    """A tokenizer that writes `template` around texts, with </s> after them, and transformers'."""
+    encoder = tokenizers.Tokenizer.from_buffer(content)
+    parts = [part for part in template.split() if part != "$A"]
+    specials = [(part, encoder.token_to_id(part)) for part in parts]
+    encoder.post_processor = tokenizers.processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single=template, special_tokens=specials
+    )
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="</s>")
+    return from_files(encoder.to_str().encode(), {"eos_token": "</s>"}), theirs
+
+
+@pytest.mark.parametrize(
+    "content",
+    [llama_tokenizer(), llama2_tokenizer(), llama2_tokenizer(newer=True)],
+    ids=["llama", "llama2", "newer"],
+)
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "<unk> <s> $A", "<s> $A </s>", "</s> $A"])
+def test_start_of_text_is_written_once(template: str, content: bytes) -> None:
+    ours, theirs = writing(template, content)
+    start, _, end = template.partition("$A")
+    start = start.replace(" ", "")
+    for text in ("to be", "hi</s>", "</s>", "hi</s></s>", " <s>hi", "be<s>hi"):
+        expected = theirs(text).input_ids
+        if end:
+            expected.pop()
+        if not start or not text.startswith(start):
+            for ids in encoded(ours, text):
+                assert ids == expected
+        rendered = start + text
+        if start:
+            for ids in encoded(ours, rendered):
+                assert ids == theirs(rendered, add_special_tokens=False).input_ids
+    twice = theirs(2 * start + "hi", add_special_tokens=False).input_ids
+    assert ours.encode(2 * start + "hi") == twice
+    end_id = ours.eos_id
+    for text in ("hi", "hi</s>"):
+        assert encode_documents(ours, [text])[0].tolist()[-2:] == [ours.encode("hi")[-1], end_id]
+
+
+def encoded(tokenizer: FileTokenizer, text: str) -> list[list[int]]:
+    ((ids, ends),) = tokenizer.encode_with_ends([text], add_special_tokens=True)
+    assert len(ends) == len(ids)
+    if text.strip():
+        assert ends[-1] == len(text)
+    return [ids.tolist(), tokenizer.encode(text), tokenizer.encode_batch([text])[0].tolist()]
 
 
 def test_decode_after_other_ids_keeps_the_space() -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import JsonLine, name_files, raise_together, read_json_lines
 from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix
 from model import IGNORE_INDEX
 
@@ -197,12 +197,12 @@ def _tokenize_records(
     records: Iterator[RenderedRecord], tokenizer: Tokenizer
 ) -> Iterator[_TokenizedRecord]:
     """Yield the tokens of records. Of the records tokenized together, chats are last."""
-    end = np.array([tokenizer.eos_id], np.uint32)
     while batch := list(itertools.islice(records, _SAMPLES_PER_CALL)):
         texts = [record for record in batch if not record.is_chat]
         for ids, is_target in _tokenize_batch(texts, tokenizer, add_special_tokens=True):
+            ended = end_text(ids, tokenizer.eos_id)
             # The end of the text is a target, too.
-            yield _TokenizedRecord(np.append(ids, end), np.append(is_target, True))
+            yield _TokenizedRecord(ended, np.append(is_target[: len(ended) - 1], True))
         chats = [record for record in batch if record.is_chat]
         yield from _tokenize_batch(chats, tokenizer, add_special_tokens=False)
 

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -301,7 +302,7 @@ class FileTokenizer:
         rendered = self.render(chat, add_generation_prompt=False)
         _, _, after_reply = rendered.text.rpartition(_MARKED_REPLY)
         added_tokens = self._encoder.get_added_tokens_decoder()
-        for token in self._encode(after_reply, add_special_tokens=False):
+        for token in self._encode(after_reply):
             if token in added_tokens and added_tokens[token].special:
                 return {token}
         return set()
@@ -309,7 +310,7 @@ class FileTokenizer:
     @functools.cached_property
     def text_bytes(self) -> NDArray[np.int64]:
         """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
-        before = self._encode("a", add_special_tokens=False)
+        before = self._encode("a")
         n_bytes_before = len(self._decode(before).encode())
         with self._library_errors():
             texts = self._encoder.decode_batch([[*before, i] for i in range(self.vocab_size)])
@@ -327,24 +328,38 @@ class FileTokenizer:
                 sizes[i] = len(token)
         return sizes
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         with self._library_errors():
-            return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._encoder.encode(text, add_special_tokens=False).ids
 
     def _decode(self, ids: Sequence[int]) -> str:
         with self._library_errors():
             return self._encoder.decode(ids)
 
-    def _without_eos(self, ids: list[int]) -> list[int]:
-        if ids[-1:] == [self.eos_id]:  # some tokenizers append it to every text
-            return ids[:-1]
-        return ids
+    def _find_text(self, encoding: Any) -> slice:
+        """Return which ids of an encoding are a text's, with the start of text once.
+
+        The tokenizer writes a start before any text, also one that starts with it, as rendered
+        chats do, and some append an end of text.
+        """
+        ids: list[int] = encoding.ids
+        is_written: list[int] = encoding.special_tokens_mask  # by the tokenizer, not in the text
+        n_start = sum(itertools.takewhile(bool, is_written))
+        start = 0
+        if ids[n_start : 2 * n_start] == ids[:n_start]:
+            start = n_start
+        stop = len(ids)
+        if is_written[-1:] == [1] and ids[-1] == self.eos_id:
+            stop -= 1
+        return slice(start, stop)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, with the tokenizer's own start of text, without end of text."""
-        ids = self._without_eos(self._encode(text, add_special_tokens=True))
-        self._check_ids(ids)
-        return ids
+        """Return the ids of `text`, with the tokenizer's own start of text, once.
+
+        End of text is among them only where the text has it.
+        """
+        (ids,) = self.encode_batch([text])
+        return ids.tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of each text as `encode` does.
@@ -355,7 +370,7 @@ class FileTokenizer:
             encodings = self._encoder.encode_batch_fast(list(texts))
         results: list[NDArray[np.uint32]] = []
         for encoding in encodings:
-            ids = self._without_eos(encoding.ids)
+            ids = encoding.ids[self._find_text(encoding)]
             self._check_ids(ids)
             results.append(np.array(ids, np.uint32))
         return results
@@ -374,11 +389,12 @@ class FileTokenizer:
             )
         results: list[TokenizedText] = []
         for encoding in encodings:
-            ids = encoding.ids
+            text = slice(None)
             if add_special_tokens:
-                ids = self._without_eos(ids)
+                text = self._find_text(encoding)
+            ids = encoding.ids[text]
             self._check_ids(ids)
-            ends = [end for _, end in encoding.offsets[: len(ids)]]
+            ends = [end for _, end in encoding.offsets[text]]
             results.append(TokenizedText(np.array(ids, np.uint32), np.array(ends, np.int64)))
         return results
 
@@ -495,9 +511,15 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-    """Return the ids of each text with an end-of-text token."""
-    end = np.uint32(tokenizer.eos_id)
-    return [np.append(ids, end) for ids in tokenizer.encode_batch(texts)]
+    """Return the ids of each text with an end-of-text token, once."""
+    return [end_text(ids, tokenizer.eos_id) for ids in tokenizer.encode_batch(texts)]
+
+
+def end_text(ids: NDArray[np.uint32], eos_id: int) -> NDArray[np.uint32]:
+    """Return `ids` with an end of text, which a text may have itself."""
+    if len(ids) > 0 and ids[-1] == eos_id:
+        return ids
+    return np.append(ids, np.uint32(eos_id))
 
 
 @oserror_as_config_error
