@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data import special_tokens
 from lm.data.chat_template import (
     ChatTemplate,
     MissingPackageError,
@@ -42,34 +44,23 @@ TOKENIZER_JSON = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
-_COPIED_FILES = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+_ADDED_TOKENS = "added_tokens.json"
+_COPIED_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
 """Not read here, but by what converts an export: merge scores are in tokenizer.model only."""
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
-    "tokenizer_config.json",
+    _TOKENIZER_CONFIG,
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
+    _SPECIAL_TOKENS_MAP,
+    _ADDED_TOKENS,
     *_COPIED_FILES,
 )
 """of a tokenizer; only the first is required"""
 END_OF_TEXT = "<|endoftext|>"
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-"""keys of tokenizer_config.json that, if set, are variables of the chat template"""
 _CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
 """name of a file in the caches of the Hub and of DVC, which nothing else has"""
 _MARKED_REPLY = "x7q"
@@ -179,7 +170,22 @@ class FileTokenizer:
         self._name = name
         with self._library_errors():
             self._encoder: Any = _parse_tokenizer(files[TOKENIZER_JSON])
-        self._config = self._read_object("tokenizer_config.json")
+        self._config = special_tokens.merge_files(
+            self._read_object(_TOKENIZER_CONFIG),
+            self._read_object(_SPECIAL_TOKENS_MAP),
+            self._read_object(_ADDED_TOKENS),
+            self._encoder,
+        )
+        digest = hashlib.sha256(files[TOKENIZER_JSON])
+        with self._library_errors():
+            missing = special_tokens.find_missing(self._config, self._encoder)
+            if missing:
+                self._encoder = copy.deepcopy(self._encoder)  # which others may use
+                self._encoder.add_tokens(missing)
+                digest.update(json.dumps([each.__getstate__() for each in missing]).encode())
+            conflict = special_tokens.describe_conflict(self._config, self._encoder)
+        if conflict is not None:
+            raise self._error(f"{_TOKENIZER_CONFIG}: {conflict}; correct added_tokens_decoder")
         self._generation = self._read_object(GENERATION_CONFIG)
         self._encoder.no_truncation()
         self._encoder.no_padding()
@@ -189,10 +195,10 @@ class FileTokenizer:
         """the day that the chat template reads as today's; None = today"""
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
-        digest = hashlib.sha256(files[TOKENIZER_JSON]).hexdigest()
-        self.identity = f"{self.vocab_size} tokens, sha256 {digest}"
+        self.identity = f"{self.vocab_size} tokens, sha256 {digest.hexdigest()}"
+        self._named_tokens = special_tokens.find_named(self._config)
         self.eos_id: int = self._find_eos_id(vocabulary)
-        self.bos_id: int | None = vocabulary.get(self._special_token("bos_token") or "")
+        self.bos_id: int | None = vocabulary.get(self._named_tokens.get("bos_token", ""))
         self._n_model_ids = self.vocab_size
 
     def _error(self, problem: str) -> ConfigError:
@@ -221,24 +227,11 @@ class FileTokenizer:
         return content
 
     def _find_eos_id(self, vocabulary: Mapping[str, int]) -> int:
-        eos = self._special_token("eos_token")
-        if eos is None:
-            eos = next((token for token in _EOS_TOKENS if token in vocabulary), None)
-        if eos is not None and eos in vocabulary:
-            return vocabulary[eos]
-        problem = "it has no end-of-text token"
-        if eos:
-            problem = f"eos_token {eos!r} is not in its vocabulary"
-        advice = "set eos_token in a tokenizer_config.json in the same directory"
-        raise self._error(f"{problem}; {advice}")
-
-    def _special_token(self, key: str) -> str | None:
-        value = self._config.get(key)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if not isinstance(value, str):
-            return None
-        return value
+        for token in (self._named_tokens.get("eos_token", END_OF_TEXT), *_EOS_TOKENS):
+            if token in vocabulary:
+                return vocabulary[token]
+        advice = f"set eos_token in a {_TOKENIZER_CONFIG} in the same directory"
+        raise self._error(f"it has no end-of-text token; {advice}")
 
     def limit_ids(self, n_ids: int) -> None:
         """Refuse texts with ids that a model of `n_ids` does not have.
@@ -467,12 +460,7 @@ class FileTokenizer:
             tools: JSON schemas of the functions that the assistant can call; the template must read
                 them.
         """
-        variables: dict[str, Any] = {}
-        for key in _SPECIAL_TOKENS:
-            token = self._special_token(key)
-            if token is not None:
-                variables[key] = token
-        variables |= self.template_kwargs
+        variables = {**self._named_tokens, **self.template_kwargs}
         date = self.date or datetime.date.today()
         return self.chat_template.render(
             messages, tools, variables, date, add_generation_prompt=add_generation_prompt
