@@ -373,6 +373,16 @@ def test_special_tokens_with_ids_that_contradict_are_refused() -> None:
             assert from_files(llama_tokenizer(), config).identity == LLAMA.identity
 
 
+def test_chat_template_reads_tokens_that_no_file_names() -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    for content, text in (
+        (byte_level_tokenizer(), "hi<|endoftext|>"),
+        (llama_tokenizer(), "<s>hi</s>"),
+    ):
+        tokenizer = from_files(content, {"chat_template": template})
+        assert tokenizer.render(CHAT, add_generation_prompt=False).text == text
+
+
 # ---- chats
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

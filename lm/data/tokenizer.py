@@ -446,6 +446,16 @@ class FileTokenizer:
             raise self._error(f"{problem}; {remedy}")
         return ChatTemplate(template, f"tokenizer: {self._name}: its chat template")
 
+    @functools.cached_property
+    def _found_tokens(self) -> Mapping[str, str]:
+        """Variables of the chat template that no file may name."""
+        found = {"eos_token": self._encoder.id_to_token(self.eos_id)}
+        with self._library_errors():
+            written = self._encoder.encode("").tokens
+        if written and written[0] != found["eos_token"]:
+            found["bos_token"] = written[0]
+        return found
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -460,7 +470,7 @@ class FileTokenizer:
             tools: JSON schemas of the functions that the assistant can call; the template must read
                 them.
         """
-        variables = {**self._named_tokens, **self.template_kwargs}
+        variables = {**self._found_tokens, **self._named_tokens, **self.template_kwargs}
         date = self.date or datetime.date.today()
         return self.chat_template.render(
             messages, tools, variables, date, add_generation_prompt=add_generation_prompt
