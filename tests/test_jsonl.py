@@ -134,6 +134,31 @@ def test_loss_on_completion_targets(
     assert targets(JsonlDataset([file], tokenizer, 64)) == [*ids[1:], tokenizer.eos_id]
 
 
+def test_chat_with_tools_uses_the_template_for_tools(tmp_path: Path) -> None:
+    plain = "{% for each in messages %}[{{ each.role }}] {{ each.content }}</s>{% endfor %}"
+    plain += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    with_tools = "{% for tool in tools %}{{ tool.function.name }}; {% endfor %}" + plain
+    templates = [
+        {"name": "default", "template": plain},
+        {"name": "tool_use", "template": with_tools},
+    ]
+    config = json.dumps(SPECIALS | {"chat_template": templates}).encode()
+    files = {TOKENIZER_JSON: LLAMA_FILE, "tokenizer_config.json": config}
+    tokenizer = FileTokenizer(files, "llama")
+    chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+    tools = [{"type": "function", "function": {"name": "question"}}]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat, "tools": tools}, {"messages": chat}])
+    samples = JsonlDataset([file], tokenizer, 256, packing=False)
+    texts = [tokenizer.decode(samples[i].inputs) for i in range(2)]
+    assert [text.count("question") for text in texts] == [1, 0]
+    only = JsonlDataset([file], tokenizer, 256, completion_only=True)
+    assert tokenizer.decode(targets(only)).split() == ["or", "not"] * 2
+    silent = [templates[0], {"name": "tool_use", "template": plain}]
+    config = json.dumps(SPECIALS | {"chat_template": silent}).encode()
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: .*its chat template leaves out tools"):
+        JsonlDataset([file], FileTokenizer(files | {"tokenizer_config.json": config}, "x"), 256)
+
+
 @pytest.mark.parametrize(
     ("plain", "rendered", "completion_only"),
     [
@@ -435,7 +460,7 @@ def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
         tokenizer = load_tokenizer(str(folder), path.stem)
         assert isinstance(tokenizer, FileTokenizer)
         without_text = (*NEEDS_IMAGES, *NEEDS_PARTS)
-        if not tokenizer.chat_template.marks_replies or path.stem in without_text:
+        if not tokenizer.find_template().marks_replies or path.stem in without_text:
             continue
         found = targets(JsonlDataset([file], tokenizer, 8192, completion_only=True))
         assert found == masked_by_transformers(tokenizer.files, DIALOG, tmp_path), path.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from lm.data.chat_template import ChatTemplate
 from lm.data.tokenizer import (
+    TOKENIZER_FILES,
     TOKENIZER_JSON,
     ByteTokenizer,
     FileTokenizer,
@@ -460,6 +462,74 @@ def test_render_uses_the_default_of_several_templates() -> None:
         )
 
 
+PLAIN = "{% for each in messages %}[{{ each.role }}] {{ each.content }}</s>{% endfor %}"
+WITH_TOOLS = "{% for tool in tools %}{{ tool.function.name }}; {% endfor %}" + PLAIN
+TOOLS = [{"type": "function", "function": {"name": "find"}}]
+BOTH = {"default": PLAIN, "tool_use": WITH_TOOLS, "rag": "{{ documents }}"}
+LISTED = [{"name": name, "template": text} for name, text in BOTH.items()]
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "list": {"tokenizer_config.json": {"chat_template": LISTED}},
+    "list and default": {
+        "tokenizer_config.json": {"chat_template": LISTED},
+        "chat_template.jinja": PLAIN + "!",
+    },
+    "files": {
+        "tokenizer_config.json": {"chat_template": "none", "eos_token": "</s>"},
+        "chat_template.jinja": PLAIN,
+        "additional_chat_templates/tool_use.jinja": WITH_TOOLS,
+    },
+    "tools alone": {"additional_chat_templates/tool_use.jinja": WITH_TOOLS},
+    "two defaults": {
+        "chat_template.jinja": "none",
+        "additional_chat_templates/default.jinja": PLAIN,
+    },
+    "one": {"chat_template.jinja": PLAIN},
+}
+
+
+def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
+    for name, content in {TOKENIZER_JSON: llama_tokenizer(), **contents}.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        if isinstance(content, dict):
+            content = json.dumps(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+@pytest.mark.parametrize("contents", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["chat", "tools"])
+def test_chat_template_is_chosen_as_in_transformers(
+    tools: Any, contents: dict[str, Any], tmp_path: Path
+) -> None:
+    write_files(tmp_path / "in", contents)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "in")
+    ours = load_tokenizer(str(tmp_path / "in"))
+    assert set(ours.files) < set(TOKENIZER_FILES)
+    write_files(tmp_path / "saved", ours.files)
+    for folder in ("in", "saved"):
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / folder)
+        ours = load_tokenizer(str(tmp_path / folder))
+        try:
+            expected = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False)
+        except ValueError:
+            with pytest.raises(ConfigError, match="has no chat template"):
+                ours.render(CHAT, tools=tools, add_generation_prompt=False)
+            continue
+        assert ours.render(CHAT, tools=tools, add_generation_prompt=False).text == expected
+    other = load_tokenizer(str(tmp_path / "in"), str(tmp_path / "in" / TOKENIZER_JSON))
+    assert other.find_template(TOOLS).text == (tmp_path / "in" / TOKENIZER_JSON).read_text()
+
+
+def test_old_file_of_a_chat_template_is_read_if_no_other_has_one(tmp_path: Path) -> None:
+    write_files(tmp_path / "a", {"chat_template.json": {"chat_template": PLAIN}})
+    write_files(tmp_path / "b", TEMPLATES["one"] | {"chat_template.json": {"chat_template": "x"}})
+    write_files(tmp_path / "c", TEMPLATES["list"] | {"chat_template.json": {"chat_template": "x"}})
+    for name in "abc":
+        tokenizer = load_tokenizer(str(tmp_path / name))
+        assert tokenizer.find_template().text == PLAIN
+        assert "chat_template.json" not in tokenizer.files
+
+
 def chat_files(template: str, **generation: Any) -> FileTokenizer:
     config = json.dumps(
         {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
@@ -532,9 +602,10 @@ def test_tokenizer_files_of_wrong_types_are_named(contents: dict[str, Any], part
         use_for_chat(FileTokenizer(files, "test"))
 
 
-def test_chat_template_that_is_not_utf8_is_named() -> None:
-    files = {TOKENIZER_JSON: byte_level_tokenizer(), "chat_template.jinja": b"\xff"}
-    with pytest.raises(ConfigError, match=r"^tokenizer: test: chat_template\.jinja: byte 0 "):
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/a.jinja"])
+def test_chat_template_that_is_not_utf8_is_named(name: str) -> None:
+    files = {TOKENIZER_JSON: byte_level_tokenizer(), name: b"\xff"}
+    with pytest.raises(ConfigError, match=f"^tokenizer: test: {re.escape(name)}: byte 0 "):
         use_for_chat(FileTokenizer(files, "test"))
 
 

@@ -173,14 +173,6 @@ def _find_trl_templates() -> dict[str, Path]:
     return templates
 
 
-def find_named(templates: Sequence[Any], name: str) -> Any:
-    """Return the template `name` of a list in tokenizer_config.json; None = it has none."""
-    for each in templates:
-        if isinstance(each, dict) and each.get("name") == name:
-            return each.get("template")
-    return None
-
-
 def _write_date(template: str, date: datetime.date) -> str:
     """Return a chat template with `date` in place of its calls of `strftime_now`.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lm.data.chat_template import REASONING_KEYS, Span
+from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
 from lm.data.files import JsonLine, get_text, load_json
 from lm.data.layouts import LayoutReader
 from lm.data.probe import TemplateProbe
@@ -62,6 +62,8 @@ class RecordRenderer:
 
     notes: Counter[str] = field(default_factory=Counter)
     """what was read otherwise than it is in the data, each with how many there are"""
+    _problems: dict[ChatTemplate, str | None] = field(default_factory=dict)
+    """of the chat templates that were used"""
 
     def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
         for line in lines:
@@ -85,7 +87,7 @@ class RecordRenderer:
     @functools.cached_property
     def layouts(self) -> LayoutReader:
         try:
-            template = self.tokenizer.chat_template.text
+            template = self.tokenizer.all_templates.text
         except ConfigError:
             template = None
         return LayoutReader(self.text_field, template)
@@ -142,7 +144,7 @@ class RecordRenderer:
         text = get_text({keys[-1]: rendered.text}, keys[-1])
         self._check_written(_Chat(messages, tools, text), places)
         if self.completion_only:
-            self._check_end_of_turn()
+            self._check_end_of_turn(tools)
         if not self.completion_only:
             return RenderedRecord(text, None, is_chat=True)
         chat = _Chat(messages, tools, text)
@@ -164,7 +166,8 @@ class RecordRenderer:
             return
         lost = dict.fromkeys(place.key for place in unwritten if not place.is_earlier_thinking)
         if lost:
-            problem = f"{self.tokenizer.chat_template.name} leaves out {', '.join(lost)}"
+            template = self.tokenizer.find_template(chat.tools)
+            problem = f"{template.name} leaves out {', '.join(lost)}"
             remedy = (
                 "rename the role or the key, remove it, or set chat_template to one that writes it"
             )
@@ -177,24 +180,27 @@ class RecordRenderer:
         def render(messages: list[Any], tools: Any) -> str:
             return self.tokenizer.render(messages, add_generation_prompt=False, tools=tools).text
 
-        return TemplateProbe(self.tokenizer.chat_template.text, render)
+        return TemplateProbe(self.tokenizer.all_templates.text, render)
 
-    def _check_end_of_turn(self) -> None:
+    def _check_end_of_turn(self, tools: Any) -> None:
         """Raise ConfigError if no text after a reply is a target: the model would never stop."""
-        if self._problem_of_template is not None:
-            raise ConfigError(f"{self.tokenizer.chat_template.name} {self._problem_of_template}")
+        template = self.tokenizer.find_template(tools)
+        if template not in self._problems:
+            self._problems[template] = self._find_problem(template, tools)
+        problem = self._problems[template]
+        if problem is not None:
+            raise ConfigError(f"{template.name} {problem}")
 
-    @functools.cached_property
-    def _problem_of_template(self) -> str | None:
+    def _find_problem(self, template: ChatTemplate, tools: Any) -> str | None:
         """What its rendering of a chat shows; None = it trains replies with their end of turn."""
         chat = [_QUESTION, _REPLY]
-        if self.tokenizer.chat_template.marks_replies:  # maybe those before a question otherwise
+        if template.marks_replies:  # maybe those before a question otherwise
             chat = [_QUESTION, _REPLY, _QUESTION, _REPLY]
         try:
-            rendered = self.tokenizer.render(chat, add_generation_prompt=False)
+            rendered = self.tokenizer.render(chat, add_generation_prompt=False, tools=tools)
             spans = rendered.reply_spans
             if spans is None:
-                spans = [self._locate_messages(_Chat(chat, None, rendered.text), 1, 2)]
+                spans = [self._locate_messages(_Chat(chat, tools, rendered.text), 1, 2)]
         except ConfigError:
             return None  # it rejects such a chat, or the replies; those of the data say why
         for match in re.finditer(_REPLY["content"], rendered.text):
@@ -205,7 +211,7 @@ class RecordRenderer:
             ends = [rendered.text[max(span.start, end) : min(span.stop, stop)] for span in spans]
             if not "".join(ends).strip():
                 problem = "writes no end of turn that is a target, so that no reply would end"
-                return f"{problem}; {self.tokenizer.chat_template.advise_training()}"
+                return f"{problem}; {template.advise_training()}"
         return None
 
     def _locate_messages(self, chat: _Chat, first: int, stop: int) -> Span:
@@ -230,7 +236,7 @@ class RecordRenderer:
             remedy = "start with a message of the user, or with weight: 0 in this one"
             raise ConfigError(f"{problem}, e.g. with a default system message; {remedy}")
         problem = "the chat template changes earlier messages, so replies cannot be located"
-        advice = self.tokenizer.chat_template.advise_training()
+        advice = self.tokenizer.find_template(chat.tools).advise_training()
         raise ConfigError(f"{problem}; {advice}; or set loss_on: all")
 
     def _render_before(self, chat: _Chat, first: int) -> str | None:

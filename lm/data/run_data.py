@@ -453,7 +453,7 @@ def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDat
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.limit_ids(vocab_size)
     if config.chat_template_kwargs:
-        tokenizer.chat_template.check_variables(config.chat_template_kwargs)
+        tokenizer.all_templates.check_variables(config.chat_template_kwargs)
         tokenizer.template_kwargs = config.chat_template_kwargs
     tokenizer.date = config.chat_template_date
     where = config.train_data

@@ -27,7 +27,6 @@ from lm.data.chat_template import (
     ChatTemplate,
     MissingPackageError,
     RenderedChat,
-    find_named,
     read_chat_template,
 )
 from lm.data.files import download_from_hub, error_text
@@ -59,8 +58,14 @@ TOKENIZER_FILES = (
     *_COPIED_FILES,
 )
 """of a tokenizer; only the first is required"""
+_MORE_TEMPLATES = "additional_chat_templates"
+_OLD_TEMPLATE = "chat_template.json"
+SOURCE_FILES = (*TOKENIZER_FILES, f"{_MORE_TEMPLATES}/*.jinja", _OLD_TEMPLATE)
+"""of a model on the Hub"""
 END_OF_TEXT = "<|endoftext|>"
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
+_DEFAULT = "default"
+_TOOL_USE = "tool_use"
 _CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
 """name of a file in the caches of the Hub and of DVC, which nothing else has"""
 _MARKED_REPLY = "x7q"
@@ -139,8 +144,11 @@ class ByteTokenizer:
                 yield incomplete + "\ufffd"
         yield decoder.decode(b"", final=True)
 
+    def find_template(self, tools: Any = None) -> NoReturn:  # noqa: ARG002 - there is none
+        raise self._no_template()
+
     @property
-    def chat_template(self) -> NoReturn:
+    def all_templates(self) -> NoReturn:
         raise self._no_template()
 
     def render(self, *_: Any, **__: Any) -> NoReturn:
@@ -155,7 +163,7 @@ class FileTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Args:
-        files: contents of `tokenizer.json` and of the optional `TOKENIZER_FILES`, by name.
+        files: contents of `tokenizer.json` and of the optional `SOURCE_FILES`, by name.
         name: name of the tokenizer in errors.
         chat_template: replaces that of the files.
     """
@@ -163,11 +171,13 @@ class FileTokenizer:
     def __init__(
         self, files: Mapping[str, bytes], name: str, chat_template: ChatTemplate | None = None
     ) -> None:
+        self._name = name
         self.files = dict(files)
+        """of `TOKENIZER_FILES`"""
+        self._move_templates()
         if chat_template is not None:
             self.files[CHAT_TEMPLATE] = chat_template.text.encode()
         self._set_template = chat_template
-        self._name = name
         with self._library_errors():
             self._encoder: Any = _parse_tokenizer(files[TOKENIZER_JSON])
         self._config = special_tokens.merge_files(
@@ -232,6 +242,29 @@ class FileTokenizer:
                 return vocabulary[token]
         advice = f"set eos_token in a {_TOKENIZER_CONFIG} in the same directory"
         raise self._error(f"it has no end-of-text token; {advice}")
+
+    def _move_templates(self) -> None:
+        """Move the chat templates of other files to two that checkpoints have.
+
+        Transformers reads several by name from tokenizer_config.json, too.
+        """
+        more = [name for name in self.files if name.startswith(_MORE_TEMPLATES)]
+        old = self._read_object(_OLD_TEMPLATE).get("chat_template")
+        self.files.pop(_OLD_TEMPLATE, None)
+        config = self._read_object(_TOKENIZER_CONFIG)
+        if more:
+            if CHAT_TEMPLATE in self.files:
+                more = [CHAT_TEMPLATE, *more]
+            config["chat_template"] = [
+                {
+                    "name": _DEFAULT if name == CHAT_TEMPLATE else Path(name).stem,
+                    "template": self._decode_template(name, self.files.pop(name)),
+                }
+                for name in more
+            ]
+            self.files[_TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
+        elif isinstance(old, str) and not config.get("chat_template"):
+            self.files.setdefault(CHAT_TEMPLATE, old.encode(errors="surrogatepass"))
 
     def limit_ids(self, n_ids: int) -> None:
         """Refuse texts with ids that a model of `n_ids` does not have.
@@ -427,24 +460,51 @@ class FileTokenizer:
         yield self._decode(pending)
 
     @functools.cached_property
-    def chat_template(self) -> ChatTemplate:
-        if self._set_template is not None:
-            return self._set_template
-        template = self._config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = find_named(template, "default")
+    def _templates(self) -> Mapping[str, ChatTemplate]:
+        """Its chat templates by name, of which transformers uses `default` and `tool_use`."""
+        texts = self._config.get("chat_template")
+        if not isinstance(texts, list):
+            texts = [{"name": _DEFAULT, "template": texts}]
         content = self.files.get(CHAT_TEMPLATE)
         if content:
-            try:
-                template = content.decode()
-            except UnicodeDecodeError as error:
-                problem = f"{CHAT_TEMPLATE}: byte {error.start} is not UTF-8"
-                raise self._error(problem) from None
-        if not isinstance(template, str):
-            problem = "has no chat template (chat_template in tokenizer_config.json)"
-            remedy = "use that of a chat model, or set chat_template to a file or a name in TRL"
-            raise self._error(f"{problem}; {remedy}")
-        return ChatTemplate(template, f"tokenizer: {self._name}: its chat template")
+            texts = [{"name": _DEFAULT, "template": self._decode_template(CHAT_TEMPLATE, content)}]
+        templates: dict[str, ChatTemplate] = {}
+        for each in texts:
+            match each:
+                case {"name": str(name), "template": str(text)}:
+                    where = f"tokenizer: {self._name}: its chat template"
+                    templates[name] = ChatTemplate(text, where)
+                case _:  # transformers can read no other
+                    pass
+        return templates
+
+    def _decode_template(self, name: str, content: bytes) -> str:
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            problem = f"{name}: byte {error.start} is not UTF-8"
+            raise self._error(problem) from None
+
+    def find_template(self, tools: Any = None) -> ChatTemplate:
+        """Return the chat template for a chat, as transformers chooses it."""
+        if self._set_template is not None:
+            return self._set_template
+        if tools is not None and _TOOL_USE in self._templates:
+            return self._templates[_TOOL_USE]
+        if _DEFAULT in self._templates:
+            return self._templates[_DEFAULT]
+        problem = "has no chat template (chat_template in tokenizer_config.json)"
+        remedy = "use that of a chat model, or set chat_template to a file or a name in TRL"
+        raise self._error(f"{problem}; {remedy}")
+
+    @property
+    def all_templates(self) -> ChatTemplate:
+        """The chat templates of all chats as one text, for what one of them mentions."""
+        names = self._templates.keys() & {_DEFAULT, _TOOL_USE}
+        if self._set_template is not None or not names:
+            return self.find_template()
+        used = [self._templates[name] for name in sorted(names)]
+        return ChatTemplate("\n".join(each.text for each in used), used[0].name)
 
     @functools.cached_property
     def _found_tokens(self) -> Mapping[str, str]:
@@ -472,7 +532,7 @@ class FileTokenizer:
         """
         variables = {**self._found_tokens, **self._named_tokens, **self.template_kwargs}
         date = self.date or datetime.date.today()
-        return self.chat_template.render(
+        return self.find_template(tools).render(
             messages, tools, variables, date, add_generation_prompt=add_generation_prompt
         )
 
@@ -547,7 +607,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     elif name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
     else:
-        directory = download_from_hub(name, (*TOKENIZER_FILES, MODEL_CONFIG), "tokenizer")
+        directory = download_from_hub(name, (*SOURCE_FILES, MODEL_CONFIG), "tokenizer")
     files = read_tokenizer_files(directory)
     if TOKENIZER_JSON not in files:
         raise ConfigError(f"tokenizer: {name}: has no {TOKENIZER_JSON}")
@@ -594,21 +654,22 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     Raises:
         ConfigError: one is a link that leaves `directory`, and not to a file of a cache.
     """
-    root = directory.resolve()
-    files: dict[str, bytes] = {}
-    for name in TOKENIZER_FILES:
-        path = directory / name
-        if not path.is_file():
-            continue
-        target = path.resolve()
-        if target.parent != root and not _CONTENT_HASH.fullmatch(target.name):
-            raise ConfigError(f"tokenizer: {path}: is a link to {target}; copy the file")
-        files[name] = _read_tokenizer_file(target, name)
+    more = sorted(path.name for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
+    names = [*TOKENIZER_FILES, _OLD_TEMPLATE, *(f"{_MORE_TEMPLATES}/{name}" for name in more)]
+    files = {name: _read_inside(directory, name) for name in names if (directory / name).is_file()}
     if GENERATION_CONFIG not in files:
         stops = _read_stops_of_model(directory / MODEL_CONFIG)
         if stops:
             files[GENERATION_CONFIG] = json.dumps({"eos_token_id": stops}).encode()
     return files
+
+
+def _read_inside(directory: Path, name: str) -> bytes:
+    path = directory / name
+    target = path.resolve()
+    if directory.resolve() not in target.parents and not _CONTENT_HASH.fullmatch(target.name):
+        raise ConfigError(f"tokenizer: {path}: is a link to {target}; copy the file")
+    return _read_tokenizer_file(target, name)
 
 
 def _read_stops_of_model(path: Path) -> Any:

@@ -42,7 +42,7 @@ from model import ModelConfig, Transformer
 CONFIG_FILE = tokenizer.MODEL_CONFIG
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
-HUB_FILES = (CONFIG_FILE, "model*.safetensors", SAFETENSORS_INDEX, *tokenizer.TOKENIZER_FILES)
+HUB_FILES = (CONFIG_FILE, "model*.safetensors", SAFETENSORS_INDEX, *tokenizer.SOURCE_FILES)
 WEIGHT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
