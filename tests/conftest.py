@@ -16,6 +16,9 @@ import pytest
 
 # A shell's background job ignores SIGINT, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Under nohup they would ignore SIGHUP. A handler does so in this process only.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect tests

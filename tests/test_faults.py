@@ -192,11 +192,14 @@ def test_closed_terminal_saves(launcher: tuple[str, ...], tmp_path: Path) -> Non
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # as a login shell has it
     )
     os.close(terminal)
-    shown = b""
-    while b"training" not in shown:
-        shown += os.read(reading, 1 << 16)
-    os.close(reading)  # the kernel sends SIGHUP, and no output can be written
-    assert process.wait(timeout=60) == 0
+    try:
+        shown = b""
+        while b"training" not in shown:
+            shown += os.read(reading, 1 << 16)
+        os.close(reading)  # the kernel sends SIGHUP, and no output can be written
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
     require_saved_where_stopped(tmp_path)
 
 
