@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch = Launch.from_env(os.environ)
         job = read_job(args)
-        world = join_world(launch, job.hp.collective_timeout, job.hp.cpu_offload)
+        world = join_world(launch, job.hp.run.collective_timeout, job.hp.parallel.cpu_offload)
     except RunError as error:
         record_error(str(error))
         if error.rank_local or launch.local_rank == 0:  # each machine prints its own errors
@@ -112,7 +112,7 @@ def read_job(args: Namespace) -> Job:
     )
     run_dir = None
     if trial is None:
-        run_dir = RunDir(hp.run_name or args.config.stem, hp.checkpoint_storage)
+        run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
     return Job(hp, trial, run_dir, args.dry_run)
 
 
@@ -123,7 +123,7 @@ def train_together(job: Job, world: World) -> int:
     do: `world` and `watchdog` replace them. Any other exception is a bug, and ends the process with
     a traceback.
     """
-    watchdog = Watchdog(world.store, world.rank, world.size, job.hp.collective_timeout)
+    watchdog = Watchdog(world.store, world.rank, world.size, job.hp.run.collective_timeout)
     checkpoint_storage = None
     if job.run_dir is not None:
         checkpoint_storage = str(job.run_dir.checkpoints.absolute())
@@ -171,7 +171,7 @@ def execute(
 ) -> int:
     """Run from the first check to the last message. Return the exit code."""
     with world.all_or_none():
-        amp_dtype = precision.compute_dtype(job.hp, world.device)  # from hp.amp_dtype
+        amp_dtype = precision.compute_dtype(job.hp.precision, world.device)
     run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
     # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
     if run.is_complete(store, world):
@@ -221,20 +221,24 @@ class Trainer:
         """whether the sample of this step was logged"""
 
         with torch.device("meta"):
-            model = lora.add_adapters(Transformer(hp), hp, run.amp_dtype)
+            model = lora.add_adapters(Transformer(hp.model), hp.lora, run.amp_dtype)
         mesh = world.device_mesh(run.mesh)
-        transfer = Transfer.of(hp, hp, hp.optimizer)
-        self.model = parallelize.parallelize(model, hp, mesh, run.amp_dtype, hp.float8)
+        transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
+        self.model = parallelize.parallelize(
+            model, hp.parallel, mesh, run.amp_dtype, hp.precision.float8
+        )
         parallelize.initialize_parameters(self.model, run.seed, transfer)
         for line in [*run.notes(), run.summary(world)]:
             logger.info(line)
-        self.optimizer = optim.Optimizer(hp, self.model.named_parameters(), transfer, run.amp_dtype)
-        self.scaler = precision.LossScaler(run.amp_dtype, world.device)
-        self.spikes = skipping.SpikeFilter(hp, world.device)
-        self.loader = Loader(
-            hp, run.data, run.global_batch_size, world.rank, world.size, world.device
+        self.optimizer = optim.Optimizer(
+            hp.optim, self.model.named_parameters(), transfer, run.amp_dtype
         )
-        self.checkpointer = Checkpointer(hp, store, world, run.tokenizer_files)
+        self.scaler = precision.LossScaler(run.amp_dtype, world.device)
+        self.spikes = skipping.SpikeFilter(hp.skipping, world.device)
+        self.loader = Loader(
+            hp.data, run.data, run.global_batch_size, world.rank, world.size, world.device
+        )
+        self.checkpointer = Checkpointer(hp.checkpoint, store, world, run.tokenizer_files)
         self.accumulator = MetricsAccumulator(
             world.device,
             world,
@@ -246,7 +250,7 @@ class Trainer:
             run.searcher,
             context.train,
             world.rank,
-            hp.collective_timeout,
+            hp.run.collective_timeout,
             step_to_stop_at(os.environ),
         )
 
@@ -267,10 +271,12 @@ class Trainer:
             if host_bytes > 0:
                 size = format_bytes(host_bytes)
                 self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
-        if run.pretrained is not None:
-            weights.load_into(self.model, run.pretrained, self.world, self.logger.info)
-        if run.pretrained_adapters is not None:
-            adapters.load_into(self.model, run.pretrained_adapters, self.world, self.logger.info)
+        start = run.start
+        is_new = not run.resume_plan.resume_candidates
+        if start.model is not None and (is_new or start.base is not None):
+            weights.load_into(self.model, start.model, self.world, self.logger.info)
+        if start.adapters is not None and is_new:
+            adapters.load_into(self.model, start.adapters, self.world, self.logger.info)
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
         )
@@ -287,7 +293,8 @@ class Trainer:
             session = run.session(self.world, self.step)
             self.world.on_rank0(run.run_dir.start, run.info.hyperparameters, session)
         missing = progress.missing_reports()
-        self.logger.start(self.step, missing, run.info.hyperparameters, self.hp.compared())
+        values = run.info.hyperparameters
+        self.logger.start(self.step, missing, values, config.distinguishing(values))
         self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
 
     def train(self) -> None:
@@ -301,7 +308,12 @@ class Trainer:
             traces = self.run.run_dir.traces
         steps_left = self.run.max_steps - self.step
         with run_profilers(
-            self.hp, self.context.profiler, traces, self.world.rank, steps_left, self.logger.info
+            self.hp.profiling,
+            self.context.profiler,
+            traces,
+            self.world.rank,
+            steps_left,
+            self.logger.info,
         ) as profiler_step:
             self.train_steps(profiler_step)
 
@@ -319,7 +331,7 @@ class Trainer:
             self.watchdog.on_step_start(self.step)
             with self.accumulator.waiting_for_data():
                 batch = next(batches)
-            if self.hp.lists_step(self.step + 1):
+            if self.hp.skipping.lists_step(self.step + 1):
                 agreement = self.start_agreement()
                 self.accumulator.add_skipped()
             else:
@@ -334,13 +346,13 @@ class Trainer:
             self.stopping, is_writing = agreement.wait()
             if self.checkpointer.is_pending and not is_writing:
                 self.commit()
-            if self.is_due(self.hp.report_rate):
+            if self.is_due(self.hp.metrics.report_rate):
                 self.report()
             self.evaluate()
             self.stop_where_configured()
-            if self.stopping or self.is_due(self.hp.checkpoint_rate):
+            if self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate):
                 is_last = self.stopping or self.step == self.run.max_steps
-                self.save(wait=is_last or not self.hp.async_checkpoint)
+                self.save(wait=is_last or not self.hp.checkpoint.async_checkpoint)
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of all micro-batches. Return this rank's loss sum, in nats."""
@@ -351,7 +363,7 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.world.device)
         for micro_batch in batch.micro_batches:
             is_last = micro_batch is batch.micro_batches[-1]
-            parallelize.start_micro_step(self.model, self.hp, is_last)
+            parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
             micro_loss_sum = self.model(*micro_batch)
             (micro_loss_sum * (self.scaler.scale * mean_over_targets)).backward()
             loss_sum += micro_loss_sum.detach()
@@ -362,7 +374,7 @@ class Trainer:
 
         The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
         """
-        lr = optim.learning_rate(self.hp, self.step, self.run.max_steps)
+        lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
         grad_norm, nonfinite = self.optimizer.clip_grad_norm(self.scaler.scale)
         skipped = self.spikes.find_skipped(
             self.world, loss_sum, batch.n_target_tokens, grad_norm, nonfinite
@@ -388,7 +400,7 @@ class Trainer:
 
     def stop_where_configured(self) -> None:
         """Stop after `stop_at_step`, with the reports and evaluations that are due there."""
-        stop = self.hp.stop_at_step
+        stop = self.hp.run.stop_at_step
         if stop is not None and stop <= self.step < self.run.max_steps and not self.stopping:
             self.stopping = True
             self.search_stop.reason = f"as stop_at_step is {stop}; rerun without it to resume"
@@ -411,12 +423,12 @@ class Trainer:
         """
         was_shortened = self.step > self.run.max_steps  # max_steps is less than at the last start
         has_unreported_steps = self.accumulator.n_steps > 0
-        if has_unreported_steps and not was_shortened and self.is_due(self.hp.report_rate):
+        if has_unreported_steps and not was_shortened and self.is_due(self.hp.metrics.report_rate):
             self.report()
         saved = self.validation_loss, self.sampled
         self.evaluate()
         is_new = (self.validation_loss, self.sampled) != saved
-        is_due = self.stopping or self.is_due(self.hp.checkpoint_rate)
+        is_due = self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate)
         if is_new and self.run.trains and is_due:
             self.save(wait=True)
 
@@ -424,9 +436,9 @@ class Trainer:
         """Log the metrics since the last report; refuse too many consecutive skipped steps."""
         gc.collect()
         metrics, n_skipped = self.accumulator.report()
-        lr = optim.learning_rate(self.hp, self.step - 1, self.run.max_steps)
+        lr = optim.learning_rate(self.hp.optim, self.step - 1, self.run.max_steps)
         self.logger.log("training", self.step, metrics | {"lr": lr})
-        skipping.check_skipped(self.hp, self.step, n_skipped)
+        skipping.check_skipped(self.hp.skipping, self.step, n_skipped)
 
     def evaluate(self) -> None:
         """Validate and sample where that is due and not yet done."""
@@ -490,7 +502,7 @@ class Trainer:
             for token in sampling.generate(  # in eval mode, without gradients
                 self.model,
                 self.run.prompt,
-                self.hp.num_tokens,
+                self.hp.run.num_tokens,
                 device=self.world.device,
                 seed=self.run.seed,
                 settings=sampling.Sampling(temperature=0.8, top_k=50),
@@ -501,7 +513,7 @@ class Trainer:
                 tokens.append(token)
             self.model.train()
         stop_ids = tokenizer.stop_ids
-        if self.hp.dataset == "jsonl":  # whose chats the template has rendered
+        if self.hp.data.dataset == "jsonl":  # whose chats the template has rendered
             stop_ids = tokenizer.chat_stop_ids
         stops = [i for i, token in enumerate(tokens) if token in stop_ids]
         if stops:
@@ -570,7 +582,7 @@ class Trainer:
         if self.run.trial is not None:
             resumes = "when it is activated or has its slots again, unless it was canceled"
             return f"as requested; the trial resumes from step {self.step} {resumes}"
-        return f"as requested; {self.hp.rerun} to resume"
+        return f"as requested; {self.hp.checkpoint.rerun} to resume"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from pydantic import (
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from lm.fields import Fixed, Logged, Varied
+from lm.fields import Config, Fixed, Logged, Varied
 from lm.presets import PRESETS
 
 MAX_LAYERS = 2**12
@@ -188,7 +188,7 @@ class AttentionKind(NamedTuple):
 VocabSize = Annotated[int, Field(gt=1, le=2**24)]
 
 
-class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+class ModelConfig(Config, frozen=True):
     """Hyperparameters of the architecture. `model` names a preset for the keys that are not set."""
 
     model: Logged[str | None] = Field(

@@ -142,12 +142,12 @@ def train_fsdp1(
 
     torch.manual_seed(0)
     model = FullyShardedDataParallel(
-        Transformer(hp).to(world.device),
+        Transformer(hp.model).to(world.device),
         auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         device_id=world.device,
         use_orig_params=True,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=hp.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=hp.optim.lr)
     for inputs, targets in _batches(world, hp, pacer):
         with torch.autocast(world.device.type, dtype=dtype, enabled=dtype is not None):
             logits = model(inputs)
@@ -165,11 +165,11 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     from lm.hf import config_json
 
     near = hp
-    if hp.positions != "rope":  # the closest family is GPT-2
-        near = hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
-    shape = config_json.write_config(near, "float32", None)
+    if hp.model.positions != "rope":  # the closest family is GPT-2
+        near = hp.replace(norm="layernorm", ffn="gelu", bias="all")
+    shape = config_json.write_config(near.model, "float32", None)
     shape["use_cache"] = False
-    if hp.ffn == "relu":
+    if hp.model.ffn == "relu":
         shape["activation_function"] = "relu"
     torch.manual_seed(0)
     hf_model: Any = AutoModelForCausalLM.from_config(
@@ -178,10 +178,10 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     model = hf_model.to(world.device)
     mesh = world.device_mesh(MeshShape(1, world.size))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks = model.model.layers if hp.positions == "rope" else model.transformer.h
+    blocks = model.model.layers if hp.model.positions == "rope" else model.transformer.h
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=hp.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=hp.optim.lr)
     for inputs, targets in _batches(world, hp, pacer):
         model(input_ids=inputs, labels=targets, use_cache=False).loss.backward()
         optimizer.step()
@@ -190,10 +190,10 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
 
 def convert_to_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
     """Return Llama's architecture with the width, depth and vocabulary of `hp`."""
-    if hp.positions == "rope":
+    if hp.model.positions == "rope":
         return hp
     llama = {"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
-    return hp.model_copy(update=llama)
+    return hp.replace(**llama)
 
 
 def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
@@ -205,25 +205,30 @@ def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> 
     from torchtitan.models.llama3 import Transformer as Llama
     from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
 
-    if hp.tie_embeddings or hp.sliding_window or hp.layer_pattern or hp.dropout:
+    if (
+        hp.model.tie_embeddings
+        or hp.model.sliding_window
+        or hp.model.layer_pattern
+        or hp.model.dropout
+    ):
         keys = "tie_embeddings, sliding_window, layer_pattern and dropout"
         sys.exit(f"torchtitan's Llama does not support {keys}")
     # torchtitan's width is 2/3 of ffn_dim_multiplier x 4 dim, rounded up to multiple_of.
-    width = convert_to_llama(hp).ffn_width
+    width = convert_to_llama(hp).model.ffn_width
     shape = TransformerModelArgs(
-        dim=hp.d_model,
-        n_layers=hp.n_layers,
-        n_heads=hp.n_heads,
-        n_kv_heads=hp.kv_heads,
-        vocab_size=hp.vocab_size,
-        max_seq_len=hp.max_seq_len,
-        ffn_dim_multiplier=width / (4 * hp.d_model),
+        dim=hp.model.d_model,
+        n_layers=hp.model.n_layers,
+        n_heads=hp.model.n_heads,
+        n_kv_heads=hp.model.kv_heads,
+        vocab_size=hp.model.vocab_size,
+        max_seq_len=hp.model.max_seq_len,
+        ffn_dim_multiplier=width / (4 * hp.model.d_model),
         multiple_of=width,
     )
     job = JobConfig()
     job.compile.enable = True
     job.activation_checkpoint.mode = "none"
-    job.training.seq_len = hp.max_seq_len
+    job.training.seq_len = hp.model.max_seq_len
     parallel_dims.device_type = world.device.type  # default: CUDA
     dims = ParallelDims(
         dp_replicate=1, dp_shard=world.size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world.size
@@ -239,7 +244,7 @@ def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> 
         model.init_weights(buffer_device=None)
     measure = build_cross_entropy_loss(job)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=hp.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        model.parameters(), lr=hp.optim.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     precision = utils.maybe_enable_amp(dims, job.training.mixed_precision_param, world.device.type)
     for inputs, targets in _batches(world, hp, pacer):
@@ -255,13 +260,13 @@ def _batches(
     world: World, hp: config.Hyperparameters, pacer: Pacer
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's inputs and targets of every step, random tokens."""
-    batch_size = derive_global_batch_size(hp, world.size) // world.size
-    shape = (batch_size, hp.max_seq_len + 1)
+    batch_size = derive_global_batch_size(hp.data, world.size) // world.size
+    shape = (batch_size, hp.model.max_seq_len + 1)
     generator = torch.Generator().manual_seed(world.rank)
     step = 0
     while True:
         pacer(step)
-        tokens = torch.randint(hp.vocab_size, shape, generator=generator).to(world.device)
+        tokens = torch.randint(hp.model.vocab_size, shape, generator=generator).to(world.device)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         step += 1
 
@@ -279,9 +284,7 @@ def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
     week = 604800.0  # seconds, as a contender waits while others train
-    hp = config.load_hyperparameters(Path(file), overrides).model_copy(
-        update={"collective_timeout": week}
-    )
+    hp = config.load_hyperparameters(Path(file), overrides).replace(collective_timeout=week)
     with join_world(launch, week) as world:
         TRAINERS[name](world, hp, Pacer(world))
 

@@ -120,7 +120,7 @@ class Bench:
             values |= TINY
             if "total_batch_size" in values:
                 values["total_batch_size"] = 2
-        return Hyperparameters.model_validate(values)
+        return Hyperparameters.from_flat(values)
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -192,10 +192,10 @@ class Bench:
                 yield
                 self.now()
             step = self.now() - start
-        tokens = derive_global_batch_size(hp, 1) * hp.max_seq_len
-        flops = tokens * hp.flops_per_token(hp.max_seq_len)
+        tokens = derive_global_batch_size(hp.data, 1) * hp.model.max_seq_len
+        flops = tokens * hp.model.flops_per_token(hp.model.max_seq_len)
         rate = flops / statistics.median(found["step_seconds"])
-        peak_rate = peak_flops(self.device, precision.compute_dtype(hp, self.device))
+        peak_rate = peak_flops(self.device, precision.compute_dtype(hp.precision, self.device))
         mfu: float | None = None
         if peak_rate is not None:
             mfu = rate / peak_rate
@@ -286,25 +286,29 @@ class Bench:
         hp = self.make_hyperparameters(settings)
         loop = gpu.read_rows(self._out)[point]
         with torch.device("meta"):
-            transformer = model.Transformer(hp)
-        mesh = self.world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
-        dtype = precision.compute_dtype(hp, self.device)
-        transformer = parallelize.parallelize(transformer, hp, mesh, dtype, hp.float8)
+            transformer = model.Transformer(hp.model)
+        mesh = self.world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
+        dtype = precision.compute_dtype(hp.precision, self.device)
+        transformer = parallelize.parallelize(
+            transformer, hp.parallel, mesh, dtype, hp.precision.float8
+        )
         parallelize.initialize_parameters(transformer, 0)
-        optimizer = optim.Optimizer(hp, transformer.named_parameters(), compute_dtype=dtype)
-        n_micro_steps = derive_global_batch_size(hp, 1) // hp.batch_size
-        shape = (hp.batch_size, hp.max_seq_len)
-        inputs, targets = torch.randint(hp.vocab_size, (2, *shape), device=self.device)
+        optimizer = optim.Optimizer(hp.optim, transformer.named_parameters(), compute_dtype=dtype)
+        n_micro_steps = derive_global_batch_size(hp.data, 1) // hp.data.batch_size
+        shape = (hp.data.batch_size, hp.model.max_seq_len)
+        inputs, targets = torch.randint(hp.model.vocab_size, (2, *shape), device=self.device)
         n_tokens = n_micro_steps * targets.numel()
         scale = precision.LossScaler(dtype, self.device).scale
 
         def step() -> None:
             for micro_step in range(n_micro_steps):
-                parallelize.start_micro_step(transformer, hp, micro_step == n_micro_steps - 1)
+                parallelize.start_micro_step(
+                    transformer, hp.parallel, micro_step == n_micro_steps - 1
+                )
                 loss_sum = transformer(inputs, targets)
                 (loss_sum / n_tokens).backward()
             _, nonfinite = optimizer.clip_grad_norm(scale)
-            optimizer.step(hp.lr, nonfinite)
+            optimizer.step(hp.optim.lr, nonfinite)
             optimizer.zero_grad()
 
         self.time_calls(step, WARMUP, 0)

@@ -68,12 +68,12 @@ def count_gathered_bytes(hp: Hyperparameters, shards: int) -> int:
     buffer of a unit.
     """
     with torch.device("meta"):
-        model = Transformer(hp)
+        model = Transformer(hp.model)
     largest = 0
     for unit in (model.embedding, model.blocks[0], model.head):
         largest = max(largest, sum(parameter.numel() for parameter in unit.parameters()))
-    n_unsharded = hp.n_parameters
-    if hp.reshard_after_forward:
+    n_unsharded = hp.model.n_parameters
+    if hp.parallel.reshard_after_forward:
         n_unsharded = largest
     n_buffered = 0
     if shards > 1:
@@ -88,11 +88,11 @@ def measure_strategies() -> list[Point]:
         common = {"batch_size": 1, "amp_dtype": "bfloat16", "shard_group_size": min(2, ranks)}
         settings = [SHAPE | common | {"sharding": sharding} for sharding in STRATEGIES]
         for setting, measured in zip(settings, run_ranks(ranks, settings, 0), strict=True):
-            hp = Hyperparameters.model_validate(setting)
-            shards = parallelize.mesh_shape(hp, ranks, ranks).shard
+            hp = Hyperparameters.from_flat(setting)
+            shards = parallelize.mesh_shape(hp.parallel, ranks, ranks).shard
             state = count_state(hp, None).total // shards
             gathered = count_gathered_bytes(hp, shards)
-            points.append(Point(hp.sharding, ranks, shards, measured, state, gathered))
+            points.append(Point(hp.parallel.sharding, ranks, shards, measured, state, gathered))
     return points
 
 

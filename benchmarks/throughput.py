@@ -222,8 +222,8 @@ def _expect_result(
     hp = config.load_hyperparameters(args.config, [*overrides, *changes])
     if name == "torchtitan":
         hp = convert_to_llama(hp)
-    tokens = derive_global_batch_size(hp, args.nproc) * hp.max_seq_len
-    flops = tokens * hp.flops_per_token(hp.max_seq_len)
+    tokens = derive_global_batch_size(hp.data, args.nproc) * hp.model.max_seq_len
+    flops = tokens * hp.model.flops_per_token(hp.model.max_seq_len)
     return Result(name, contender.first_step, tokens, flops)
 
 

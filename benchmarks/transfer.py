@@ -143,14 +143,16 @@ class Run:
     def __init__(self, settings: Row) -> None:
         hp = config.read_hyperparameters({"hyperparameters": SETTINGS | settings}, [], "benchmark")
         self.hp: Hyperparameters = hp
-        seed = hp.seed
+        seed = hp.run.seed
         assert seed is not None
-        transfer = Transfer.of(hp, hp, hp.optimizer)
-        self.model = Transformer(hp)
+        transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
+        self.model = Transformer(hp.model)
         parallelize.initialize_parameters(self.model, seed, transfer)
-        self.optimizer = optim.Optimizer(hp, self.model.named_parameters(), transfer)
-        data = open_data(hp, hp.vocab_size, hp.max_seq_len, hp.batch_size, SEED)
-        self.loader = Loader(hp, data, hp.batch_size, 0, 1, torch.device("cpu"))
+        self.optimizer = optim.Optimizer(hp.optim, self.model.named_parameters(), transfer)
+        data = open_data(
+            hp.data, hp.model.vocab_size, hp.model.max_seq_len, hp.data.batch_size, SEED
+        )
+        self.loader = Loader(hp.data, data, hp.data.batch_size, 0, 1, torch.device("cpu"))
 
     def train(self, n_steps: int) -> None:
         """Train `n_steps` of the run."""
@@ -161,7 +163,7 @@ class Run:
             loss = self.model(*micro_batch) / batch.n_target_tokens
             loss.backward()
             _, skipped = self.optimizer.clip_grad_norm(1.0)
-            self.optimizer.step(optim.learning_rate(self.hp, step, N_STEPS), skipped)
+            self.optimizer.step(optim.learning_rate(self.hp.optim, step, N_STEPS), skipped)
             self.optimizer.zero_grad()
 
     @torch.no_grad()

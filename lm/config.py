@@ -1,4 +1,4 @@
-"""All hyperparameters as one flat mapping: read, validated, explained and documented.
+"""The hyperparameters: read from one flat mapping, validated, explained and documented.
 
     python -m lm.config [KEY ...] [--presets]
 
@@ -25,17 +25,18 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.hub_cache import find_directory
 from lm.data.run_data import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command, error_prefix
-from lm.fields import Fixed, Unlogged, Varied, aliases_of
+from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of, need_of
 from lm.launch.console import warn
 from lm.metrics.accumulator import MetricsConfig
 from lm.presets import PRESETS
@@ -55,7 +56,7 @@ DEFAULT_STEPS = 100
 DEFAULT_SEED = 42
 
 
-class RunConfig(BaseModel, frozen=True, extra="forbid"):
+class RunConfig(Config, frozen=True):
     """Length, seed and name of the run, and its samples."""
 
     max_steps: Varied[Unlogged[int | None]] = Field(
@@ -121,56 +122,94 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         return steps
 
 
-class Hyperparameters(
-    RunConfig,
-    ProfilingConfig,
-    TasksConfig,
-    MetricsConfig,
-    CheckpointConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    SkipConfig,
-    TransferConfig,
-    OptimConfig,
-    LoraConfig,
-    DataConfig,
-    ModelConfig,
-    frozen=True,
-):
-    """Every key of `hyperparameters:`. A part is passed all and reads those of its config class."""
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The hyperparameters of a run: the config of each part, whose keys no other part has."""
+
+    model: ModelConfig
+    data: DataConfig
+    lora: LoraConfig
+    optim: OptimConfig
+    transfer: TransferConfig
+    skipping: SkipConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig
+    tasks: TasksConfig
+    profiling: ProfilingConfig
+    run: RunConfig
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> Hyperparameters:
+        """Return the hyperparameters with these values, and the defaults of all other keys."""
+        parts: dict[str, Any] = {}
+        for name, part in PARTS.items():
+            parts[name] = part.model_validate(_of_part(values, part))
+        return cls(**parts)
+
+    def to_flat(self) -> dict[str, Any]:
+        """Return the values of all keys, as in JSON."""
+        flat: dict[str, Any] = {}
+        for name in PARTS:
+            flat |= getattr(self, name).model_dump(mode="json")
+        return flat
+
+    def replace(self, **values: Any) -> Hyperparameters:
+        """Return a copy with other `values` of some keys, which are not validated."""
+        parts: dict[str, Any] = {}
+        for name, part in PARTS.items():
+            parts[name] = getattr(self, name).model_copy(update=_of_part(values, part))
+        return Hyperparameters(**parts)
 
     @property
     def n_trained_parameters(self) -> int:
         """Number of trained parameters: those of the adapters, or all."""
-        return lora.n_trained_parameters(self, self)
+        return lora.n_trained_parameters(self.lora, self.model)
 
     @property
     def training_flops_per_token(self) -> float:
         """FLOPs per token of forward and backward at `max_seq_len`."""
-        return lora.training_flops_per_token(self, self)
-
-    def compared(self) -> dict[str, Any]:
-        """Return what tells runs apart: keys that are often varied, and what is not at its default.
-
-        Of the latter only keys whose change is worth a line when a run resumes.
-        """
-        values = self.model_dump(mode="json")
-        compared: dict[str, Any] = {}
-        for key, info in Hyperparameters.model_fields.items():
-            is_set = "unlogged" not in info.metadata and getattr(self, key) != info.default
-            if is_set or "varied" in info.metadata:
-                compared[key] = values[key]
-        return compared
+        return lora.training_flops_per_token(self.lora, self.model)
 
 
-PART_CONFIGS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
+PARTS: Mapping[str, type[Config]] = get_type_hints(Hyperparameters)
+"""The config of each part, by its name in `Hyperparameters`."""
+
+FIELDS: dict[str, FieldInfo] = {}
+"""All keys."""
+for _part in PARTS.values():
+    FIELDS |= _part.model_fields
+
+
+def _of_part(values: Mapping[str, Any], part: type[Config]) -> dict[str, Any]:
+    return {key: values[key] for key in part.model_fields if key in values}
+
+
+def distinguishing(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return of the flat `values` of a run those that tell it from others.
+
+    They are those of keys that are often varied, and those that are not defaults, if their change
+    is worth a line when a run resumes.
+    """
+    chosen: dict[str, Any] = {}
+    for key, info in FIELDS.items():
+        is_set = "unlogged" not in info.metadata and values[key] != info.default
+        if is_set or "varied" in info.metadata:
+            chosen[key] = values[key]
+    return chosen
 
 
 def _json_schema() -> dict[str, Any]:
-    schema = Hyperparameters.model_json_schema()
-    for key in schema["properties"].values():
+    properties: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
+    for part in PARTS.values():
+        schema = part.model_json_schema()
+        properties |= schema["properties"]
+        definitions |= schema.get("$defs", {})
+    for key in properties.values():
         key.pop("aliases", None)  # not a word of JSON Schema
-    return schema
+    return {"properties": properties, "$defs": definitions}
 
 
 _SCHEMA = _json_schema()
@@ -332,8 +371,8 @@ def read_hyperparameters(
         5. the model or the adapters of `init_from`, with which 1 to 4 must agree
         6. the default
 
-    A preset of a size in 2 also drops what else shapes the model in 3, and lora_rank=null on the
-    command line what shapes adapters.
+    A preset of a size in 2 also drops what else shapes the model in 3, and any argument the keys in
+    3 that are not read with it, e.g. lora_rank=null those of adapters.
 
     Args:
         overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal
@@ -366,9 +405,9 @@ def read_hyperparameters(
     if its_keys:
         _warn_of_long_sequences(hp, _model_of(its_keys))
     has_vocab_size = "vocab_size" in draft.values or "vocab_size" in draft.preset
-    if hp.dataset == "synthetic" or has_vocab_size:
+    if hp.data.dataset == "synthetic" or has_vocab_size:
         return hp
-    return hp.model_copy(update={"vocab_size": default_vocab_size(hp)})
+    return hp.replace(vocab_size=default_vocab_size(hp.data))
 
 
 def _location(name: str, lines: Mapping[str, int], key: str) -> str:
@@ -389,7 +428,7 @@ def _read_section(contents: Mapping[str, Any], name: str, lines: Mapping[str, in
     for key, value in section.items():
         where = _location(name, lines, f"hyperparameters.{key}")
         draft.set(key, value, f"{where}: {key}")
-    misplaced = Hyperparameters.model_fields.keys() & lines.keys()
+    misplaced = FIELDS.keys() & lines.keys()
     misplaced -= {"checkpoint_storage"}  # also a section of Determined's
     for key in sorted(misplaced, key=lines.__getitem__):
         problem = "is not part of hyperparameters; indent it below that line"
@@ -418,8 +457,8 @@ def _apply_override(draft: _Draft, override: str) -> None:
 def _parse_override(key: str, text: str) -> Any:
     """Return the value that `text` spells: YAML, or the text itself if `key` accepts a string."""
     types: list[Any] = []
-    if key in Hyperparameters.model_fields:
-        annotation = Hyperparameters.model_fields[key].annotation
+    if key in FIELDS:
+        annotation = FIELDS[key].annotation
         types = [annotation, *get_args(annotation)]
     is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
     if str in types and not is_mapping:
@@ -437,21 +476,26 @@ def _parse_override(key: str, text: str) -> Any:
 
 
 def _drop_replaced(draft: _Draft, name: str) -> None:
-    """Drop what the config sets and `model` or `lora_rank` on the command line replaces."""
+    """Drop what the config sets and a key on the command line replaces, or leaves unread."""
     if "model" in draft.arguments:
         shape = set(draft.preset)
         if "d_model" in draft.preset:  # of one size, so nothing of another shape may remain
             shape |= ModelConfig.model_fields.keys() - {"dropout"}
         _drop(draft, shape, "model", name)
-    if "lora_rank" in draft.arguments and draft.values["lora_rank"] is None:
-        _drop(draft, LoraConfig.model_fields, "lora_rank", name)
+    for cause in sorted(draft.arguments):
+        unread: list[str] = []
+        for key, info in FIELDS.items():
+            need = need_of(info)
+            if need is not None and need.key == cause and not need.is_met_by(draft.values[cause]):
+                unread.append(key)
+        _drop(draft, unread, cause, name)
 
 
 def _drop(draft: _Draft, keys: Collection[str], cause: str, name: str) -> None:
     replaced = [key for key in draft.values if key in keys and key not in draft.arguments]
     shown = [f"{key}: {_show(draft.values.pop(key))}" for key in replaced]
     if shown:
-        value = draft.values[cause] or "null"
+        value = _show(draft.values[cause]).strip('"')
         warn(f"{cause}={value} overrides {', '.join(shown)} of {name}")
 
 
@@ -543,9 +587,11 @@ def _model_of(defaults: Mapping[str, Any]) -> ModelConfig:
 def _warn_of_long_sequences(hp: Hyperparameters, model: ModelConfig) -> None:
     """Warn of rotary positions for which the `model` of `init_from` was not made."""
     limit = _context_length(model)
-    if model.positions != "rope" or hp.max_seq_len <= limit:
+    length = hp.model.max_seq_len
+    if model.positions != "rope" or length <= limit:
         return
-    problem = f"{hp.max_seq_len} exceeds the {limit} positions for which {hp.init_from} was made"
+    source = hp.checkpoint.init_from
+    problem = f"{length} exceeds the {limit} positions for which {source} was made"
     remedy = f"use {limit} or less, or extend them by rope_scaling in {_CONFIG_OF_A_COPY}"
     warn(f"max_seq_len: {problem}; {remedy}")
 
@@ -584,25 +630,6 @@ def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[s
             draft.refuse(key, f"{problem}; remove {key}, or use other adapters")
 
 
-class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
-    """Refuses what pydantic accepts but no key means: true as a number, inf, "", NUL, 2^63."""
-
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _refuse(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
-        parsed = validate(value)
-        if isinstance(parsed, int | float) and abs(parsed) >= 2**63:
-            raise ValueError(f"{_show(value)} is too large, 2^63 or more")
-        is_true_as_number = isinstance(value, bool) and not isinstance(parsed, bool)
-        has_nul = isinstance(parsed, str) and "\0" in parsed
-        if is_true_as_number or has_nul:
-            raise PydanticCustomError("not_accepted", "")
-        return parsed
-
-
-_STRICT_CONFIGS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PART_CONFIGS]
-
-
 _MAX_UNKNOWN = 20
 """Unknown keys for which the nearest one is searched; that takes a millisecond each."""
 
@@ -610,16 +637,15 @@ _MAX_UNKNOWN = 20
 def _validate(draft: _Draft) -> Hyperparameters:
     """Return the hyperparameters, or raise all errors in the order of the keys.
 
-    Each part is validated separately, so that an error in one does not hide the relations between
-    keys of another.
+    An error in one part does not hide the relations between keys of another.
     """
-    unknown = [key for key in draft.values if key not in Hyperparameters.model_fields]
+    unknown = [key for key in draft.values if key not in FIELDS]
     for key in unknown[:_MAX_UNKNOWN]:
         if key in lora.UNSUPPORTED:
             remedy = f"remove {key}, or train all weights with lora_rank: null"
             draft.refuse(key, f"{lora.UNSUPPORTED[key]}; {remedy}")
             continue
-        known = list(Hyperparameters.model_fields)
+        known = list(FIELDS)
         if key in draft.arguments:
             known += ["--config", "--dry-run"]
         draft.refuse(key, f"no such hyperparameter{_nearest(key, known)}")
@@ -629,53 +655,76 @@ def _validate(draft: _Draft) -> Hyperparameters:
             unknown[_MAX_UNKNOWN],
             f"no such hyperparameter; {n_more:,} keys are unknown from here on",
         )
-    for part in _STRICT_CONFIGS:
-        its_values = {key: draft.values[key] for key in part.model_fields if key in draft.values}
+    parts: dict[str, Any] = {}
+    for name, part in PARTS.items():
         try:
-            part.model_validate(its_values)
+            parts[name] = part.model_validate(_of_part(draft.values, part))
         except ValidationError as invalid:
             _add_errors(draft, invalid)
     if draft.errors:
         position = {key: index for index, key in enumerate(draft.values)}
         paths = sorted(draft.errors, key=lambda path: position.get(path[0], -1))
         raise ConfigError.merge(draft.errors[path] for path in paths)
-    return Hyperparameters.model_validate(draft.values)
+    return Hyperparameters(**parts)
 
 
 def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
-    """Raise ConfigError for keys of different parts that do not fit together."""
-    n_tokens = hp.batch_size * hp.max_seq_len
-    if hp.float8 and n_tokens % float8.MULTIPLE:
-        problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {float8.MULTIPLE}"
-        raise ConfigError(f"{draft.label('float8')}: {problem}")
-    if hp.optimizer == "muon" and hp.cpu_offload:
-        problem = "muon does not update parameters in host memory (cpu_offload: true)"
-        raise ConfigError(f"{draft.label('optimizer')}: {problem}; use adamw, or more ranks")
-    _check_transfer(hp, draft)
-    if hp.lora_rank is None:
-        return
-    problems = list(lora.adapter_problems(hp, hp))
-    if hp.optimizer == "muon":
-        problem = f"muon does not train adapters (lora_rank: {hp.lora_rank}); use adamw"
-        problems.append(("optimizer", problem))
-    if hp.init_from is None:
-        problem = f"adapters of rank {hp.lora_rank} need weights to adapt"
-        problems.append(("lora_rank", f"{problem}; set init_from, or remove lora_rank"))
-    if hp.float8:
-        problem = f"{hp.float8} does not support adapters (lora_rank: {hp.lora_rank})"
-        problems.append(("float8", f"{problem}; use float8: null"))
+    """Raise ConfigError for keys that do not fit together."""
+    problems = [
+        *_find_unread(hp),
+        *_find_problems_of_combinations(hp),
+        *_find_problems_of_adapters(hp),
+    ]
     if problems:
         raise ConfigError(*(f"{draft.label(key)}: {problem}" for key, problem in problems))
 
 
-def _check_transfer(hp: Hyperparameters, draft: _Draft) -> None:
-    """Raise ConfigError if rates would be scaled for weights that are not."""
-    keys = [key for key in TransferConfig.model_fields if getattr(hp, key) is not None]
-    if hp.init_from is None or not keys:
+def _find_unread(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield the keys that are set though no part reads them, with the reason and the remedy."""
+    for name, part in PARTS.items():
+        config = getattr(hp, name)
+        for key, info in part.model_fields.items():
+            need = need_of(info)
+            if need is None or getattr(config, key) == info.default:
+                continue
+            value = getattr(config, need.key)
+            if not need.is_met_by(value):
+                found = "" if not need.values else f", not {value}"
+                yield key, f"needs {need}{found}; set it, or remove {key}"
+
+
+def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys of different parts that do not fit together, with the reason and the remedy."""
+    n_tokens = hp.data.batch_size * hp.model.max_seq_len
+    if hp.precision.float8 and n_tokens % float8.MULTIPLE:
+        problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {float8.MULTIPLE}"
+        yield "float8", problem
+    if hp.optim.optimizer == "muon" and hp.parallel.cpu_offload:
+        problem = "muon does not update parameters in host memory (cpu_offload: true)"
+        yield "optimizer", f"{problem}; use adamw, or more ranks"
+    if hp.checkpoint.init_from is None:
         return
-    problem = "scales rates together with initial weights, but init_from loads others"
-    remedy = "to train from scratch remove init_from, to fine-tune remove"
-    raise ConfigError(*(f"{draft.label(key)}: {problem}; {remedy} {key}" for key in keys))
+    for key in TransferConfig.model_fields:
+        if getattr(hp.transfer, key) is not None:
+            problem = "scales rates together with initial weights, but init_from loads others"
+            remedy = "to train from scratch remove init_from, to fine-tune remove"
+            yield key, f"{problem}; {remedy} {key}"
+
+
+def _find_problems_of_adapters(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys of other parts that do not fit to adapters, with the reason and the remedy."""
+    rank = hp.lora.lora_rank
+    if rank is None:
+        return
+    yield from lora.adapter_problems(hp.lora, hp.model)
+    if hp.optim.optimizer == "muon":
+        yield "optimizer", f"muon does not train adapters (lora_rank: {rank}); use adamw"
+    if hp.checkpoint.init_from is None:
+        problem = f"adapters of rank {rank} need weights to adapt"
+        yield "lora_rank", f"{problem}; set init_from, or remove lora_rank"
+    if hp.precision.float8:
+        problem = f"{hp.precision.float8} does not support adapters (lora_rank: {rank})"
+        yield "float8", f"{problem}; use float8: null"
 
 
 # ---- errors of pydantic as sentences
@@ -783,7 +832,7 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     ours = {name: name for name in known}
-    for name, info in Hyperparameters.model_fields.items():
+    for name, info in FIELDS.items():
         if name in ours:
             ours |= dict.fromkeys(aliases_of(info), name)
     near = difflib.get_close_matches(key.lower(), ours, n=1)
@@ -847,7 +896,7 @@ class _PresetRow(NamedTuple):
     keys: str
 
 
-def _key_rows(part: type[BaseModel]) -> Iterator[_KeyRow]:
+def _key_rows(part: type[Config]) -> Iterator[_KeyRow]:
     """Yield a row for each key of `part`, and for each inside of a mapping."""
     for key, info in part.model_fields.items():
         schema = _SCHEMA["properties"][key]
@@ -868,7 +917,7 @@ def _preset_rows() -> Iterator[_PresetRow]:
         yield _PresetRow(name, f"{millions:,.0f}M", keys)
 
 
-def _summary(part: type[BaseModel]) -> str:
+def _summary(part: type[Config]) -> str:
     return (part.__doc__ or "").partition("\n")[0]
 
 
@@ -881,7 +930,7 @@ def markdown_page() -> str:
         "`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for"
         " editors.",
     ]
-    for part in PART_CONFIGS:
+    for part in PARTS.values():
         path = Path(inspect.getfile(part)).relative_to(REPOSITORY)
         lines += ["", f"## {path}", "", _summary(part), ""]
         lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
@@ -934,7 +983,7 @@ def list_keys() -> str:
     headings: dict[int, str] = {}
     """by the number of the row that follows"""
     rows: list[tuple[str, str, str]] = []
-    for part in PART_CONFIGS:
+    for part in PARTS.values():
         headings[len(rows)] = _summary(part)
         keys = [row for row in _key_rows(part) if "." not in row.key]  # not in a mapping
         rows += [(row.key, row.default, row.meaning) for row in keys]
@@ -948,13 +997,13 @@ def list_keys() -> str:
 
 def describe_keys(keys: Collection[str]) -> str:
     """Return the defaults, meanings and accepted values of `keys`; refuse unknown ones."""
-    known = Hyperparameters.model_fields
+    known = FIELDS
     unknown = [key for key in keys if key not in known]
     if unknown:
         problem = "no such hyperparameter"
         raise ConfigError(*(f"{key}: {problem}{_nearest(key, known)}" for key in unknown))
     rows: list[tuple[str, str, str]] = []
-    for part in PART_CONFIGS:
+    for part in PARTS.values():
         chosen = [row for row in _key_rows(part) if row.key.partition(".")[0] in keys]
         rows += [(row.key, row.default, f"{row.meaning} ({row.accepted})") for row in chosen]
     return "\n".join(_align(rows))

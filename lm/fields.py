@@ -8,16 +8,21 @@ Its type says what happens if the key is changed before a run resumes:
 
 `Varied[Logged[int]]`: often what tells runs apart, so that comparisons show it at its default, too.
 
+`Annotated[Logged[int], Needs("other")]`: the key is refused if it is set without another one.
+
 `json_schema_extra={"aliases": [...]}` lists the names of the key in transformers, TRL, nanoGPT and
 others, which an error about an unknown key suggests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 
@@ -30,9 +35,58 @@ Change = Literal["fixed", "logged", "unlogged"]
 CHANGES = get_args(Change)
 
 
-def keys_that_are(change: Change, config: type[BaseModel]) -> set[str]:
-    """Return the keys of `config` whose type is marked with `change`."""
-    return {key for key, field in config.model_fields.items() if change in field.metadata}
+@dataclass(frozen=True)
+class Needs:
+    """Marks the type of a key that is read only if `key`, of the same part, has one of `values`.
+
+    Without values, if it is neither null nor false.
+    """
+
+    key: str
+    values: tuple[str, ...] = ()
+
+    def is_met_by(self, value: Any) -> bool:
+        """Return whether the key is read if `value` is that of the other one."""
+        if self.values:
+            return value in self.values
+        return bool(value)
+
+    def __str__(self) -> str:
+        if not self.values:
+            return self.key
+        return f"{self.key}: {' or '.join(self.values)}"
+
+
+def need_of(field: FieldInfo) -> Needs | None:
+    """Return what `field` needs to be read."""
+    for mark in field.metadata:
+        if isinstance(mark, Needs):
+            return mark
+    return None
+
+
+class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, str_min_length=1):
+    """The hyperparameters of one part.
+
+    Refuses what pydantic accepts but no key means: true as a number, inf, "", NUL, 2^63.
+    """
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        parsed = validate(value)
+        if isinstance(parsed, int | float) and abs(parsed) >= 2**63:
+            raise ValueError(f"{value} is too large, 2^63 or more")
+        is_true_as_number = isinstance(value, bool) and not isinstance(parsed, bool)
+        has_nul = isinstance(parsed, str) and "\0" in parsed
+        if is_true_as_number or has_nul:
+            raise PydanticCustomError("not_accepted", "")
+        return parsed
+
+
+def keys_that_are(change: Change, fields: Mapping[str, FieldInfo]) -> set[str]:
+    """Return the keys whose type is marked with `change`."""
+    return {key for key, field in fields.items() if change in field.metadata}
 
 
 def aliases_of(field: FieldInfo) -> list[str]:

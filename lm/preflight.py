@@ -1,7 +1,8 @@
-"""Decide what a run is: hyperparameters, data, machine and checkpoints, resolved once."""
+"""Decide what a run is: its data, start, length, ranks and checkpoints, resolved once."""
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import platform
@@ -41,7 +42,7 @@ from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_da
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
-from lm.tasks.questions import read_tasks
+from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.scoring import metric_names
 from lm.tasks.task import Task
 from lm.training import parallelize
@@ -51,11 +52,41 @@ from model import ModelConfig
 
 
 @dataclass(frozen=True)
+class Start:
+    """What a run that resumes from nothing starts with: what `init_from` names."""
+
+    model: str | None = None
+    """a Hugging Face model; or the base of adapters, which is loaded at every start"""
+    adapters: str | None = None
+    """a directory of PEFT"""
+    checkpoint: str | None = None
+    """where a checkpoint is"""
+    base: Base | None = None
+    """what identifies the weights under adapters"""
+
+
+def find_start(hp: Hyperparameters, world: World) -> Start:
+    """Return what `init_from` names, on all ranks together."""
+    source = hp.checkpoint.init_from
+    if source is None:
+        return Start()
+    if hp.lora.lora_rank is not None:
+        base = find_base(source, world)
+        its_adapters = source if adapters.is_adapter(source) else None
+        return Start(model=base.source, adapters=its_adapters, base=base)
+    if weights.is_model(source):
+        return Start(model=source)
+    return Start(checkpoint=source)
+
+
+@dataclass(frozen=True)
 class ResolvedRun:
     """Everything that is decided before a run is built; each rank differs only in its data."""
 
     hp: Hyperparameters
-    """with the seed, the length and the date of the chat template filled in"""
+    seed: int
+    max_steps: int
+    """optimizer steps; 0 = only validate and generate"""
     amp_dtype: torch.dtype | None
     """compute dtype; None = float32"""
     mesh: MeshShape
@@ -70,11 +101,8 @@ class ResolvedRun:
     """that score the model in validations"""
     info: RunInfo
     """what a checkpoint says of the run"""
+    start: Start
     resume_plan: ResumePlan
-    pretrained: str | None
-    """weights to load before the checkpoint: a Hugging Face model's, or those under adapters"""
-    pretrained_adapters: str | None
-    """a directory of PEFT's adapters to start from"""
     trial: det.ClusterInfo | None
     """on a cluster"""
     searcher: Searcher | None
@@ -84,32 +112,22 @@ class ResolvedRun:
     memory: MemoryCheck
 
     @property
-    def seed(self) -> int:
-        assert self.hp.seed is not None
-        return self.hp.seed
-
-    @property
-    def max_steps(self) -> int:
-        """Optimizer steps; 0 = only validate and generate."""
-        return self.hp.max_steps or 0
-
-    @property
     def trains(self) -> bool:
         return self.max_steps > 0
 
     @property
     def sample_rate(self) -> int | None:
         """Steps between samples; None = no samples."""
-        if self.data.tokenizer is None or self.hp.num_tokens == 0:
+        if self.data.tokenizer is None or self.hp.run.num_tokens == 0:
             return None
-        return self.hp.sample_rate or self.validation_rate
+        return self.hp.metrics.sample_rate or self.validation_rate
 
     @property
     def eval_rate(self) -> int | None:
         """Steps between validations that score tasks; None = no tasks."""
         if not self.tasks:
             return None
-        return self.hp.eval_rate or self.validation_rate
+        return self.hp.tasks.eval_rate or self.validation_rate
 
     @property
     def directory(self) -> Path | None:
@@ -120,7 +138,7 @@ class ResolvedRun:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.hp.max_seq_len
+        return self.global_batch_size * self.hp.model.max_seq_len
 
     @property
     def tokenizer_files(self) -> Mapping[str, bytes]:
@@ -141,10 +159,10 @@ class ResolvedRun:
         if self.searcher.name != "single":
             return []
         lines = [f"the trial is complete: {self.max_steps} steps"]
-        if self.hp.max_epochs is not None:  # which limits max_steps
+        if self.hp.run.max_epochs is not None:  # which limits max_steps
             return lines
         command = f"det experiment continue {self.trial.trial.experiment_id}"
-        for way in extensions(self.hp, self.hp, self.max_steps):
+        for way in extensions(self.hp.optim, self.hp.optim, self.max_steps):
             changes = " ".join(f"--config hyperparameters.{each}" for each in way.overrides)
             lines.append(f"{way.description}: {command} {changes}")
         return lines
@@ -196,16 +214,17 @@ class ResolvedRun:
             notes += task.notes()
         if self.memory.note is not None:
             notes.append(self.memory.note)
-        if 0 < self.max_steps < hp.warmup_steps:
-            lasts = f"warmup_steps {hp.warmup_steps:g} is more than max_steps {self.max_steps}"
-            notes.append(f"{lasts}: the learning rate never reaches lr")
-        if hp.skip_spikes is not None and 0 < self.max_steps <= WINDOW:
-            notes.append(f"skip_spikes skips no spike in the first {WINDOW} steps, so here none")
-        first_with_both = math.lcm(hp.checkpoint_rate, self.validation_rate)
-        if hp.checkpoint_rate < self.max_steps <= first_with_both:
-            rates = (
-                f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
+        if 0 < self.max_steps < hp.optim.warmup_steps:
+            lasts = (
+                f"warmup_steps {hp.optim.warmup_steps:g} is more than max_steps {self.max_steps}"
             )
+            notes.append(f"{lasts}: the learning rate never reaches lr")
+        if hp.skipping.skip_spikes is not None and 0 < self.max_steps <= WINDOW:
+            notes.append(f"skip_spikes skips no spike in the first {WINDOW} steps, so here none")
+        checkpoint_rate = hp.checkpoint.checkpoint_rate
+        first_with_both = math.lcm(checkpoint_rate, self.validation_rate)
+        if checkpoint_rate < self.max_steps <= first_with_both:
+            rates = f"checkpoint_rate {checkpoint_rate} and validation_rate {self.validation_rate}"
             notes.append(
                 f"{rates} meet at no step: only the last checkpoint has a validation loss and can"
                 " be the best"
@@ -219,19 +238,19 @@ class ResolvedRun:
     def summary(self, world: World) -> str:
         """Return one line about the model, how it is sharded, and the size of a step."""
         hp = self.hp
-        parameters = f"{format_parameters(hp.n_parameters)} parameters"
-        if hp.lora_rank:
+        parameters = f"{format_parameters(hp.model.n_parameters)} parameters"
+        if hp.lora.lora_rank:
             parameters += f" and {format_parameters(hp.n_trained_parameters)} in adapters"
         dtype = str(self.amp_dtype or torch.float32).removeprefix("torch.")
-        if hp.float8:
-            dtype = f"float8 {hp.float8}"
+        if hp.precision.float8:
+            dtype = f"float8 {hp.precision.float8}"
         epoch = "streamed"
         samples_per_epoch = self.data.train.samples_per_epoch
         if samples_per_epoch:
             epoch = f"{samples_per_epoch / self.global_batch_size:,.0f} steps per epoch"
         ranks = f"{world.size} x {world.device.type}"
-        step = f"{self.global_batch_size} x {hp.max_seq_len} tokens per step"
-        return f"{parameters}, {hp.sharding} over {ranks}, {dtype}; {step}, {epoch}"
+        step = f"{self.global_batch_size} x {hp.model.max_seq_len} tokens per step"
+        return f"{parameters}, {hp.parallel.sharding} over {ranks}, {dtype}; {step}, {epoch}"
 
 
 def preflight(
@@ -257,19 +276,18 @@ def preflight(
     if run_dir and not dry_run:
         run_dir.lock(world)
         store.start(world)
-    resume_plan = world.on_rank0(plan_resume, _checkpoint_keys(hp), store, is_restart(os.environ))
-    hp = hp.model_copy(update={"seed": resolve_seed(hp, trial)})
-    if hp.dataset == "jsonl" and hp.chat_template_date is None:
+    start = find_start(hp, world)
+    resume_plan = world.on_rank0(
+        plan_resume, hp.checkpoint.resume, start.checkpoint, store, is_restart(os.environ)
+    )
+    date = hp.data.chat_template_date
+    if date is None and hp.data.dataset == "jsonl":
         date = world.on_rank0(start_date, resume_plan, store)
-        hp = hp.model_copy(update={"chat_template_date": date})
-    base = None
-    if hp.lora_rank and hp.init_from:
-        base = find_base(hp.init_from, world)
     with world.all_or_none():
         choose_cache(dry_run)
     memory = check_memory(hp, amp_dtype, world)
     with world.all_or_none():
-        run = _resolve(hp, amp_dtype, world, trial, run_dir, resume_plan, base, memory)
+        run = _resolve(hp, amp_dtype, world, trial, run_dir, start, resume_plan, date, memory)
     world.require_equal("ranks", run.facts(world))
     expected = search_inputs(os.environ)
     if expected is not None:
@@ -281,33 +299,24 @@ def preflight(
 
 def _check_platform(hp: Hyperparameters, trial: det.ClusterInfo | None) -> None:
     """Raise ConfigError if a hyperparameter contradicts where the run was started."""
-    if trial and hp.checkpoint_storage:
+    if trial and hp.checkpoint.checkpoint_storage:
         problem = "checkpoint_storage: not a hyperparameter of trials"
         remedy = "set checkpoint_storage at the top level of the experiment config"
         raise ConfigError(f"{problem}; {remedy}")
-    if trial and "determined" in (hp.tracker or ()):
+    if trial and "determined" in (hp.metrics.tracker or ()):
         problem = "tracker: determined is for runs outside Determined, and this is a trial"
         raise ConfigError(f"{problem}; remove determined")
-    if exit_code_of_stop(os.environ) and hp.resume != "auto":
-        problem = f"resume: {hp.resume} would discard all progress at every restart"
+    if exit_code_of_stop(os.environ) and hp.checkpoint.resume != "auto":
+        problem = f"resume: {hp.checkpoint.resume} would discard all progress at every restart"
         cause = "for which RESTART_WHEN_STOPPED is set"
         remedy = "use auto with another run_name, or init_from"
         raise ConfigError(f"{problem}, {cause}; {remedy}")
 
 
-def _checkpoint_keys(hp: Hyperparameters) -> Hyperparameters:
-    """Return `hp` without an `init_from` that is no checkpoint to load: a model or a base."""
-    if hp.init_from is None:
-        return hp
-    if hp.lora_rank or weights.is_model(hp.init_from):
-        return hp.model_copy(update={"init_from": None})
-    return hp
-
-
-def resolve_seed(hp: Hyperparameters, trial: det.ClusterInfo | None) -> int:
-    """Return the seed of a run, or of the trial on a cluster that it is."""
-    if hp.seed is not None:
-        return hp.seed
+def resolve_seed(seed: int | None, trial: det.ClusterInfo | None) -> int:
+    """Return the seed of a run: the given one, or that of the trial on a cluster that it is."""
+    if seed is not None:
+        return seed
     if trial is not None:
         return trial.trial.trial_seed
     return DEFAULT_SEED
@@ -345,44 +354,68 @@ def _resolve(
     world: World,
     trial: det.ClusterInfo | None,
     run_dir: RunDir | None,
+    start: Start,
     resume_plan: ResumePlan,
-    base: Base | None,
+    date: datetime.date | None,
     memory: MemoryCheck,
 ) -> ResolvedRun:
-    assert hp.seed is not None
-    mesh = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    batch_size = derive_global_batch_size(hp, world.size)
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, hp.seed, world.rank, world.size)
+    mesh = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
+    batch_size = derive_global_batch_size(hp.data, world.size)
+    seed = resolve_seed(hp.run.seed, trial)
+    data = open_data(
+        hp.data,
+        hp.model.vocab_size,
+        hp.model.max_seq_len,
+        batch_size,
+        seed,
+        world.rank,
+        world.size,
+        date,
+    )
     check_token_files(data.datasets, world.launch.local_rank, world.launch.local_size)
     steps_per_epoch = None
     if data.train.samples_per_epoch is not None:
         steps_per_epoch = data.train.samples_per_epoch / batch_size
-    max_steps = hp.run_length(steps_per_epoch)
+    max_steps = hp.run.run_length(steps_per_epoch)
     if max_steps > 0:
-        hp.check_last_step(max_steps)
-    hp = hp.model_copy(update={"max_steps": max_steps or None})
-    validation_rate = hp.validation_rate or hp.report_rate
-    tasks = _read_tasks(hp, validation_rate, data)
+        hp.skipping.check_last_step(max_steps)
+    validation_rate = hp.metrics.validation_rate or hp.metrics.report_rate
+    tasks = _read_tasks(hp.tasks, validation_rate, data)
+    derived = {"seed": seed, "max_steps": max_steps or None}
+    if date is not None:
+        derived["chat_template_date"] = date.isoformat()
+    info = RunInfo(
+        sharding=hp.parallel.sharding,
+        total_batch_size=batch_size,
+        hyperparameters=hp.to_flat() | derived,
+        model=hp.model.model_dump(mode="json"),
+        tasks=fingerprint_tasks(tasks),
+        loss_scaled=amp_dtype == torch.float16,
+        trial_id=trial.trial.trial_id if trial else None,
+        base=start.base,
+        **data.fingerprints(),
+    )
     run = ResolvedRun(
         hp=hp,
+        seed=seed,
+        max_steps=max_steps,
         amp_dtype=amp_dtype,
         mesh=mesh,
         data=data,
         prompt=_prompt(hp, data),
         global_batch_size=batch_size,
         validation_rate=validation_rate,
-        tasks=_tokenize(tasks, hp, data),
-        info=_run_info(hp, amp_dtype, batch_size, data, tasks, trial, base),
+        tasks=_tokenize(tasks, hp.model, data),
+        info=info,
+        start=start,
         resume_plan=resume_plan,
-        pretrained=_pretrained(hp, resume_plan, base),
-        pretrained_adapters=_pretrained_adapters(hp, resume_plan),
         trial=trial,
         searcher=_read_searcher(trial, max_steps, validation_rate),
         run_dir=run_dir,
         memory=memory,
     )
     if run.searcher is not None:
-        check_searcher(run.searcher, hp, data)
+        check_searcher(run.searcher, hp.tasks, data)
     return run
 
 
@@ -402,8 +435,8 @@ def fingerprint_inputs(hp: Hyperparameters, data: Data, tasks: str | None) -> di
     }
     if data.tokenizer is not None and CHAT_TEMPLATE in data.tokenizer.files:
         inputs["chat_template"] = sha256(data.tokenizer.files[CHAT_TEMPLATE]).hexdigest()
-    if hp.init_from is not None:
-        inputs["init_from"] = fingerprint_weights(hp.init_from)
+    if hp.checkpoint.init_from is not None:
+        inputs["init_from"] = fingerprint_weights(hp.checkpoint.init_from)
     return inputs
 
 
@@ -420,13 +453,13 @@ def fingerprint_tasks(tasks: Sequence[Task]) -> str:
     return "; ".join(task.fingerprint() for task in tasks)
 
 
-def check_searcher(searcher: Searcher, hp: Hyperparameters, data: Data) -> None:
+def check_searcher(searcher: Searcher, config: TasksConfig, data: Data) -> None:
     """Raise ConfigError if the searcher cannot work with the metrics of a run's validations."""
     has_text = data.tokenizer is not None
     smaller_is_better = validation_metric_names(data.validation, has_text)
     larger_is_better: list[str] = []
-    of_tasks = [metric_names(task.name) for task in read_tasks(hp.eval_tasks or (), 1)]
-    eval_rate = hp.eval_rate or searcher.validation_rate
+    of_tasks = [metric_names(task.name) for task in read_tasks(config.eval_tasks or (), 1)]
+    eval_rate = config.eval_rate or searcher.validation_rate
     if (
         any(searcher.metric in names for names in of_tasks)
         and eval_rate != searcher.validation_rate
@@ -440,86 +473,49 @@ def check_searcher(searcher: Searcher, hp: Hyperparameters, data: Data) -> None:
     searcher.check(smaller_is_better, larger_is_better)
 
 
-def _read_tasks(hp: Hyperparameters, validation_rate: int, data: Data) -> list[Task]:
+def _read_tasks(config: TasksConfig, validation_rate: int, data: Data) -> list[Task]:
     """Return the tasks of `eval_tasks`.
 
     Raises:
         ConfigError: one does not exist or is invalid, they are scored at no validation, or the
             data have no tokenizer.
     """
-    if not hp.eval_tasks:
+    if not config.eval_tasks:
         return []
-    if hp.eval_rate is not None and hp.eval_rate % validation_rate:
-        nearest = validation_rate * math.ceil(hp.eval_rate / validation_rate)
-        problem = f"{hp.eval_rate} is not a multiple of validation_rate {validation_rate}"
+    if config.eval_rate is not None and config.eval_rate % validation_rate:
+        nearest = validation_rate * math.ceil(config.eval_rate / validation_rate)
+        problem = f"{config.eval_rate} is not a multiple of validation_rate {validation_rate}"
         raise ConfigError(f"eval_rate: {problem}; tasks are scored in validations: use {nearest}")
     if data.tokenizer is None:
-        problem = f"dataset {hp.dataset} has no tokenizer, and tasks are text"
+        problem = "the data have no tokenizer, and tasks are text"
         raise ConfigError(f"eval_tasks: {problem}; remove eval_tasks")
     with error_prefix("eval_tasks"):
-        return read_tasks(hp.eval_tasks, hp.eval_limit)
+        return read_tasks(config.eval_tasks, config.eval_limit)
 
 
-def _tokenize(tasks: Sequence[Task], hp: Hyperparameters, data: Data) -> list[TokenizedTask]:
+def _tokenize(tasks: Sequence[Task], model: ModelConfig, data: Data) -> list[TokenizedTask]:
     if not tasks:
         return []
     assert data.tokenizer is not None
     with error_prefix("eval_tasks"):
-        return [tokenize(task, data.tokenizer, hp) for task in tasks]
+        return [tokenize(task, data.tokenizer, model) for task in tasks]
 
 
 def _prompt(hp: Hyperparameters, data: Data) -> list[int]:
-    if hp.sample_rate and data.tokenizer is None:
-        problem = f"sample_rate: {hp.sample_rate}, but dataset {hp.dataset} has no tokenizer"
+    if hp.metrics.sample_rate and data.tokenizer is None:
+        problem = (
+            f"sample_rate: {hp.metrics.sample_rate}, but dataset {hp.data.dataset} has no tokenizer"
+        )
         raise ConfigError(f"{problem}; remove sample_rate")
-    if hp.prompt is None:
+    if hp.run.prompt is None:
         return data.prompt()
     prompt: list[int] = []
     if data.tokenizer is not None:
-        prompt = data.tokenizer.encode(hp.prompt)
+        prompt = data.tokenizer.encode(hp.run.prompt)
     if not prompt:
-        problem = f"{hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer"
+        problem = f"{hp.run.prompt!r} has no token in dataset {hp.data.dataset}'s tokenizer"
         raise ConfigError(f"prompt: {problem}")
     return prompt
-
-
-def _run_info(
-    hp: Hyperparameters,
-    amp_dtype: torch.dtype | None,
-    global_batch_size: int,
-    data: Data,
-    tasks: Sequence[Task],
-    trial: det.ClusterInfo | None,
-    base: Base | None,
-) -> RunInfo:
-    hyperparameters = hp.model_dump(mode="json")
-    return RunInfo(
-        sharding=hp.sharding,
-        total_batch_size=global_batch_size,
-        hyperparameters=hyperparameters,
-        model={key: hyperparameters[key] for key in ModelConfig.model_fields},
-        tasks=fingerprint_tasks(tasks),
-        loss_scaled=amp_dtype == torch.float16,
-        trial_id=trial.trial.trial_id if trial else None,
-        base=base,
-        **data.fingerprints(),
-    )
-
-
-def _pretrained(hp: Hyperparameters, plan: ResumePlan, base: Base | None) -> str | None:
-    if base is not None:
-        return base.source
-    if plan.resume_candidates or plan.init_candidates:
-        return None  # which hold all weights
-    return hp.init_from
-
-
-def _pretrained_adapters(hp: Hyperparameters, plan: ResumePlan) -> str | None:
-    if hp.init_from is None or plan.resume_candidates:
-        return None
-    if adapters.is_adapter(hp.init_from):
-        return hp.init_from
-    return None
 
 
 def _read_searcher(

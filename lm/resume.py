@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from lm.checkpoint.bucket import is_url
-from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, SavedState, State
+from lm.checkpoint.checkpointer import Checkpointer, SavedState, State
 from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
 from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import locate_checkpoint
@@ -35,7 +35,7 @@ from lm.checkpoint.manifest import (
     describe_invalid,
 )
 from lm.checkpoint.store import CheckpointStore
-from lm.config import Hyperparameters, rerun_command
+from lm.config import FIELDS, rerun_command
 from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
 from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
@@ -44,8 +44,8 @@ from lm.training.optim import OptimConfig, learning_rate
 from lm.training.skipping import WINDOW
 from lm.units import format_bytes
 
-FIXED = keys_that_are("fixed", Hyperparameters)
-UNLOGGED = keys_that_are("unlogged", Hyperparameters)
+FIXED = keys_that_are("fixed", FIELDS)
+UNLOGGED = keys_that_are("unlogged", FIELDS)
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,16 @@ class ResumePlan:
 
 
 @oserror_as_config_error
-def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: bool) -> ResumePlan:
+def plan_resume(
+    resume: str, init_checkpoint: str | None, store: CheckpointStore, restarted: bool
+) -> ResumePlan:
     """Find the checkpoints to resume from, or else the one to load weights from.
 
     Prints to stderr what is skipped.
 
     Args:
+        resume: the hyperparameter.
+        init_checkpoint: the value of `init_from`, if it names a checkpoint.
         restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
             one.
 
@@ -74,18 +78,18 @@ def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: boo
         ConfigError: `resume` or `init_from` is not a checkpoint.
         CheckpointError: there are checkpoints, but none is complete.
     """
-    fresh = config.resume != "auto" and not restarted
+    fresh = resume != "auto" and not restarted
     candidates: list[str] = []
     if not fresh:
         candidates = store.resume_candidates()
-    if not candidates and config.resume not in ("auto", "fresh"):
-        candidates = [_locate("resume", config.resume, store)]
+    if not candidates and resume not in ("auto", "fresh"):
+        candidates = [_locate("resume", resume, store)]
     if candidates:
-        may_be_complete = config.resume == "auto" and store.shows_completion
+        may_be_complete = resume == "auto" and store.shows_completion
         return ResumePlan(tuple(candidates), may_be_complete=may_be_complete, fresh=fresh)
-    if config.init_from is None:
+    if init_checkpoint is None:
         return ResumePlan(fresh=fresh)
-    init_candidate = _locate("init_from", config.init_from, store)
+    init_candidate = _locate("init_from", init_checkpoint, store)
     return ResumePlan(init_candidates=(init_candidate,), fresh=fresh)
 
 

@@ -122,15 +122,15 @@ SHARDED = TINY | {"max_seq_len": 64, "batch_size": 4, "shard_group_size": 1}
 def test_sharding_memory_equals_the_formulas() -> None:
     points = [SHARDED | {"amp_dtype": "bfloat16", "sharding": name} for name in STRATEGIES]
     for point, found in zip(points, run_ranks(2, points, 0), strict=True):
-        hp = Hyperparameters.model_validate(point)
-        shards = mesh_shape(hp, 2, 2).shard
+        hp = Hyperparameters.from_flat(point)
+        shards = mesh_shape(hp.parallel, 2, 2).shard
         assert [getattr(found, part) for part in PARTS] == [
-            4 * hp.n_parameters // shards * times for times in (1, 1, 2)
+            4 * hp.model.n_parameters // shards * times for times in (1, 1, 2)
         ]
         assert sum(getattr(found, part) for part in PARTS) == (
             fit.count_state(hp, torch.bfloat16).total // shards
         )
-        assert found.gathered == count_gathered_bytes(hp, shards), hp.sharding
+        assert found.gathered == count_gathered_bytes(hp, shards), hp.parallel.sharding
 
 
 @pytest.mark.slow
@@ -138,10 +138,10 @@ def test_sharding_peak_is_the_planned_one() -> None:
     # In float32, as products in bfloat16 need scratch memory on CPUs without it.
     points = [SHARDED | {"amp_dtype": None, "sharding": name} for name in STRATEGIES]
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
-        hp = Hyperparameters.model_validate(point)
+        hp = Hyperparameters.from_flat(point)
         peak = found.parameters + found.moments + min(found.transient)
         planned = fit.measure(hp, Ranks(None, "cpu", 2, 2, GIB)).peak
-        assert peak == pytest.approx(planned, rel=0.01), hp.sharding
+        assert peak == pytest.approx(planned, rel=0.01), hp.parallel.sharding
 
 
 INSTALLED = """

@@ -133,13 +133,13 @@ def test_resume_refuses_another_directory(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     config = CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")})
     with pytest.raises(ConfigError, match=f"^resume: {tmp_path}/runs: neither a checkpoint"):
-        plan_resume(config, LocalCheckpoints(tmp_path), restarted=False)
+        plan_resume(config.resume, config.init_from, LocalCheckpoints(tmp_path), restarted=False)
 
 
 def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> None:
     config = CheckpointConfig.model_validate({"resume": "latest"})
     with pytest.raises(ConfigError, match=r"^resume: latest: .* auto .* fresh "):
-        plan_resume(config, LocalCheckpoints(tmp_path), restarted=False)
+        plan_resume(config.resume, config.init_from, LocalCheckpoints(tmp_path), restarted=False)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lm import config
 from lm.errors import ConfigError
-from lm.fields import CHANGES
+from lm.fields import CHANGES, need_of
 from lm.presets import PRESETS
 from lm.training import parallelize
 from model import ModelConfig
@@ -46,9 +46,11 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refusal:
 
 def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
     """The hyperparameters that are set, without defaults."""
-    return config.read_hyperparameters(
-        {"hyperparameters": hyperparameters}, overrides, "test"
-    ).model_dump(exclude_unset=True)
+    hp = config.read_hyperparameters({"hyperparameters": hyperparameters}, overrides, "test")
+    values: dict[str, Any] = {}
+    for part in config.PARTS:
+        values |= getattr(hp, part).model_dump(exclude_unset=True)
+    return values
 
 
 # ---- one key at a time
@@ -226,7 +228,7 @@ def test_number_formats(spelling: str, tmp_path: Path) -> None:
         f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}"
     )
     hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
-    assert (hp.lr, hp.n_layers, hp.d_model) == (1e-4, 4, 1000)
+    assert (hp.optim.lr, hp.model.n_layers, hp.model.d_model) == (1e-4, 4, 1000)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +240,12 @@ def test_boolean_formats(spelling: str, value: bool, tmp_path: Path) -> None:
         f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n"
     )
     hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
-    assert (hp.tie_embeddings, hp.compile) == (value, value)
+    assert (hp.model.tie_embeddings, hp.parallel.compile) == (value, value)
 
 
 def test_octal_integers_are_those_of_determined(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text("hyperparameters:\n  max_steps: 010\n")
-    assert config.load_hyperparameters(tmp_path / "exp.yaml", []).max_steps == 8
+    assert config.load_hyperparameters(tmp_path / "exp.yaml", []).run.max_steps == 8
 
 
 @pytest.mark.parametrize("text", ["1:30", "1:30.5", "-1:30:00"])
@@ -271,7 +273,8 @@ def test_numbers_in_base_60_are_text(text: str, refusal: Refusal) -> None:
     ],
 )
 def test_override_is_yaml_or_the_literal_text(override: str, key: str, value: Any) -> None:
-    assert accept("lr=1", override, lr=2)[key] == value
+    others = ("lr=1", "dataset=tokens", "vocab_size=64", "torch_profiler=true")
+    assert accept(*others, override, lr=2)[key] == value
 
 
 @pytest.mark.parametrize(
@@ -392,7 +395,8 @@ def test_experiment_sections_are_not_hyperparameters(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         "checkpoint_storage:\n  type: shared_fs\nhyperparameters:\n  lr: 1\n"
     )
-    assert config.load_hyperparameters(tmp_path / "exp.yaml", []).checkpoint_storage is None
+    hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
+    assert hp.checkpoint.checkpoint_storage is None
 
 
 def test_keys_outside_of_hyperparameters_are_named(refusal: Refusal) -> None:
@@ -447,7 +451,7 @@ def test_unknown_keys_are_refused_soon_and_in_few_lines(tmp_path: Path) -> None:
 def test_empty_hyperparameters_are_all_defaults() -> None:
     assert config.read_hyperparameters(
         {"hyperparameters": None}, [], "test"
-    ) == config.Hyperparameters.model_validate({})
+    ) == config.Hyperparameters.from_flat({})
 
 
 # ---- Determined's forms
@@ -471,7 +475,7 @@ def test_max_length_is_the_default_length_of_a_run(
     assert (
         config.read_hyperparameters(
             {"searcher": searcher, "hyperparameters": hyperparameters}, [], "test"
-        ).max_steps
+        ).run.max_steps
         == steps
     )
 
@@ -507,7 +511,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(NAMES | st.just("factor"), inner),
     max_leaves=5,
 )
-KEYS = st.sampled_from([*config.Hyperparameters.model_fields]) | NAMES
+KEYS = st.sampled_from([*config.FIELDS]) | NAMES
 
 
 def problems(load: Callable[[], Any]) -> tuple[str, ...]:
@@ -569,15 +573,72 @@ def test_any_file_gives_one_line_per_problem(
 
 def test_hyperparameters_have_one_part_and_a_description() -> None:
     fields = [
-        (key, field) for part in config.PART_CONFIGS for key, field in part.model_fields.items()
+        (key, field) for part in config.PARTS.values() for key, field in part.model_fields.items()
     ]
-    assert sorted(key for key, _ in fields) == sorted(config.Hyperparameters.model_fields)
+    assert sorted(key for key, _ in fields) == sorted(config.FIELDS)
     assert all(field.description for _, field in fields)
 
 
-@pytest.mark.parametrize("key", config.Hyperparameters.model_fields)
+READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
+    "train_data": ("x", {"dataset": "text"}),
+    "val_data": ("x", {"dataset": "text"}),
+    "tokenizer": ("bytes", {"dataset": "jsonl"}),
+    "text_field": ("x", {"dataset": "hf"}),
+    "loss_on": ("completion", {"dataset": "jsonl"}),
+    "chat_template": ("x", {"dataset": "jsonl"}),
+    "chat_template_kwargs": ({"x": 1}, {"dataset": "jsonl"}),
+    "chat_template_date": ("2026-01-01", {"dataset": "jsonl"}),
+    "packing": (False, {"dataset": "jsonl"}),
+    "data_workers": (2, {"dataset": "hf"}),
+    "hf_config": ("x", {"dataset": "hf"}),
+    "lora_alpha": (8.0, {"lora_rank": 1}),
+    "use_rslora": (True, {"lora_rank": 1}),
+    "lora_dropout": (0.5, {"lora_rank": 1}),
+    "lora_targets": (["q_proj"], {"lora_rank": 1}),
+    "decay_steps": (0.5, {"lr_schedule": "wsd"}),
+    "muon_momentum": (0.5, {"optimizer": "muon"}),
+    "min_lr_ratio": (0.5, {"lr_schedule": "cosine"}),
+    "shard_group_size": (2, {"sharding": "hybrid-grad-shard"}),
+    "eval_rate": (10, {"eval_tasks": ["x"]}),
+    "eval_limit": (10, {"eval_tasks": ["x"]}),
+    "torch_profiler_steps": ([0, 1, 3], {"torch_profiler": True}),
+}
+"""Keys that are read with another one only: a value, and a value of the other one."""
+
+
+def test_all_keys_that_need_another_one_are_tested() -> None:
+    assert READ_WITH.keys() == {key for key, info in config.FIELDS.items() if need_of(info)}
+
+
+@pytest.mark.parametrize("key", READ_WITH)
+def test_key_that_nothing_reads_is_refused_or_dropped(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value, other = READ_WITH[key]
+    (needed,) = other
+    both = {"hyperparameters": other | {key: value, "init_from": "x", "vocab_size": 64}}
+    config.read_hyperparameters(both, [], "exp.yaml")
+    with pytest.raises(ConfigError, match=f"^exp.yaml: {key}: needs {needed}") as refused:
+        config.read_hyperparameters({"hyperparameters": {key: value}}, [], "exp.yaml")
+    assert len(refused.value.problems) == 1
+    default = config.FIELDS[needed].default
+    default_text = json.dumps(default).strip('"')
+    hp = config.read_hyperparameters(both, [f"{needed}={default_text}"], "exp.yaml")
+    assert hp.to_flat()[key] == json.loads(json.dumps(config.FIELDS[key].default))
+    assert f"overrides {key}: " in capsys.readouterr().err, "what is dropped is said"
+
+
+def test_all_problems_of_a_combination_are_listed() -> None:
+    five = {"float8": "rowwise", "max_seq_len": 100, "optimizer": "muon", "cpu_offload": True}
+    with pytest.raises(ConfigError) as refused:
+        config.read_hyperparameters({"hyperparameters": five | {"lora_rank": 4}}, [], "exp.yaml")
+    keys = [problem.split(": ")[1] for problem in refused.value.problems]
+    assert keys == ["float8", "optimizer", "optimizer", "lora_rank", "float8"]
+
+
+@pytest.mark.parametrize("key", config.FIELDS)
 def test_hyperparameters_say_what_a_change_means(key: str) -> None:
-    field = config.Hyperparameters.model_fields[key]
+    field = config.FIELDS[key]
     marks = [mark for mark in field.metadata if mark in CHANGES]
     assert len(marks) == 1, f"{key}: mark its type as Fixed, Logged or Unlogged (lm/fields.py)"
 
@@ -596,7 +657,7 @@ def test_shard_group_size_must_divide_the_ranks() -> None:
         {"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test"
     )
     with pytest.raises(ConfigError, match=r"^shard_group_size: 6 ranks .*\[1, 2, 3, 6\]"):
-        parallelize.mesh_shape(hp, 6, 6)
+        parallelize.mesh_shape(hp.parallel, 6, 6)
 
 
 RUN = TINY | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "max_steps": 2}
@@ -782,15 +843,10 @@ def test_model_override_replaces_the_shape_in_the_file(
     shown = capsys.readouterr()
     assert shown.err == "model=gpt2 overrides d_model: 64, n_kv_heads: 2 of exp.yaml\n"
     assert shown.out == "", "which may be the JSON of a command"
-    assert (small.d_model, small.n_kv_heads, small.n_layers, small.dropout, small.lr) == (
-        768,
-        None,
-        2,
-        0.1,
-        1e-3,
-    )
-    assert read("model=mistral").d_model == 64  # a preset without sizes
-    assert read("model=gpt2", "d_model=96").d_model == 96
+    assert (small.model.d_model, small.model.n_kv_heads, small.model.n_layers) == (768, None, 2)
+    assert (small.model.dropout, small.optim.lr) == (0.1, 1e-3)
+    assert read("model=mistral").model.d_model == 64  # a preset without sizes
+    assert read("model=gpt2", "d_model=96").model.d_model == 96
     capsys.readouterr()
     read("n_layers=2")
     assert capsys.readouterr().err == ""
@@ -808,7 +864,7 @@ def test_lora_rank_override_turns_adapters_off(
         }
     }
     hp = config.read_hyperparameters(file, ["lora_rank=null"], "exp.yaml")
-    assert (hp.lora_rank, hp.lora_alpha, hp.lora_dropout) == (None, 16.0, 0.0)
+    assert (hp.lora.lora_rank, hp.lora.lora_alpha, hp.lora.lora_dropout) == (None, 16.0, 0.0)
     assert (
         "lora_rank=null overrides lora_alpha: 32, lora_dropout: 0.1 of exp.yaml\n"
         in capsys.readouterr().err
@@ -836,7 +892,7 @@ def test_config_command_describes_keys_and_presets(
 def test_config_command_groups_keys_by_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert config.main([]) == 0
     blocks = capsys.readouterr().out.split("\n\n")
-    for part, heading, keys in zip(config.PART_CONFIGS, blocks[::2], blocks[1::2], strict=True):
+    for part, heading, keys in zip(config.PARTS.values(), blocks[::2], blocks[1::2], strict=True):
         assert heading == (part.__doc__ or "").splitlines()[0]
         listed = [line.split()[0] for line in keys.splitlines() if not line.startswith(" ")]
         assert listed == list(part.model_fields)

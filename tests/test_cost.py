@@ -72,34 +72,38 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCount
 def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     """The collectives of a step, from the parameter counts."""
     hp = config.read_hyperparameters({"hyperparameters": COUNTED_RUN | changes}, [], "test")
-    *blocks, embedding, head = unit_sizes(hp)
-    blocks, ends = blocks if hp.layer_wrap else [], [embedding, head]
+    *blocks, embedding, head = unit_sizes(hp.model)
+    blocks, ends = blocks if hp.parallel.layer_wrap else [], [embedding, head]
     units = (
-        [*blocks, *([sum(ends)] if hp.tie_embeddings else ends)]
-        if hp.layer_wrap
-        else [hp.n_parameters]
+        [*blocks, *([sum(ends)] if hp.model.tie_embeddings else ends)]
+        if hp.parallel.layer_wrap
+        else [hp.model.n_parameters]
     )
     gathered = units
-    micro_steps = (hp.total_batch_size or ranks) // ranks
+    micro_steps = (hp.data.total_batch_size or ranks) // ranks
     if (
-        hp.reshard_after_forward
+        hp.parallel.reshard_after_forward
     ):  # in every micro-step, and blocks, which are resharded after forward, twice
         gathered = (units + blocks) * micro_steps
-    reduced = units * (micro_steps if hp.sync_each_micro_step else 1)
-    replicas = ranks if hp.sharding == "no-shard" else ranks // (hp.shard_group_size or ranks)
+    reduced = units * (micro_steps if hp.parallel.sync_each_micro_step else 1)
+    replicas = (
+        ranks
+        if hp.parallel.sharding == "no-shard"
+        else ranks // (hp.parallel.shard_group_size or ranks)
+    )
     shards = ranks // replicas
-    width = 4 if hp.amp_dtype is None else 2  # bytes per gathered value
-    reduced_width = 4 if hp.reduce_dtype == "float32" else 2
+    width = 4 if hp.precision.amp_dtype is None else 2  # bytes per gathered value
+    reduced_width = 4 if hp.parallel.reduce_dtype == "float32" else 2
     step: Counter[Collective] = Counter(
         {("all-reduce", "control", 8): 1}
     )  # the preemption agreement, two int32
     if shards > 1:
         step.update(("all-gather", shards, width * size) for size in gathered)
         step.update(("reduce-scatter", shards, reduced_width * size) for size in reduced)
-        step["all-reduce", shards, 4 * len(list(Transformer(hp).parameters()))] += (
+        step["all-reduce", shards, 4 * len(list(Transformer(hp.model).parameters()))] += (
             1  # gradient norms
         )
-    if hp.skip_spikes is not None:
+    if hp.skipping.skip_spikes is not None:
         step["all-reduce", ranks, 8 * 2 * ranks] += 1  # every rank's loss and norm, in float64
     if replicas > 1:
         step.update(("all-reduce", replicas, 4 * size // shards) for size in units)

@@ -18,7 +18,7 @@ from tests.support import REPOSITORY
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 GENERATED = REPOSITORY / "docs" / "hyperparameters.md"
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-KEYS = set(config.Hyperparameters.model_fields)
+KEYS = set(config.FIELDS)
 
 SPOKEN = [
     *PAGES,

@@ -51,9 +51,8 @@ def test_invalid_file_name_in_a_hyperparameter_is_refused(
         if "dataset" in hyperparameters:
             return open_data(DataConfig.model_validate(hyperparameters), 300, 8, 1, 0)
         nothing = LocalCheckpoints(Path("nothing"))
-        return plan_resume(
-            CheckpointConfig.model_validate(hyperparameters), nothing, restarted=False
-        )
+        config = CheckpointConfig.model_validate(hyperparameters)
+        return plan_resume(config.resume, config.init_from, nothing, restarted=False)
 
     with pytest.raises(ConfigError, match="File name too long") as refused:
         use()

@@ -85,7 +85,7 @@ Gradients = dict[str, np.ndarray]
 
 
 def read(settings: dict[str, Any]) -> config.Hyperparameters:
-    return config.Hyperparameters.model_validate(settings)
+    return config.Hyperparameters.from_flat(settings)
 
 
 def release() -> None:
@@ -101,18 +101,18 @@ def release() -> None:
 def gradients(world: World | None, settings: dict[str, Any], has_documents: bool) -> Gradients:
     """The loss of a batch and all gradients, on the device of `world`, or of a plain model."""
     hp = read(settings)
-    plain = Transformer(hp)
+    plain = Transformer(hp.model)
     parallelize.initialize_parameters(plain, 7)
     model, device = plain, torch.device("cpu")
     if world is not None:
         with torch.device("meta"):
-            model = Transformer(hp)
+            model = Transformer(hp.model)
         device = world.device
         mesh, dtype = (
-            world.device_mesh(parallelize.mesh_shape(hp, 1, 1)),
-            precision.compute_dtype(hp, device),
+            world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1)),
+            precision.compute_dtype(hp.precision, device),
         )
-        model = parallelize.parallelize(model, hp, mesh, dtype, hp.float8)
+        model = parallelize.parallelize(model, hp.parallel, mesh, dtype, hp.precision.float8)
         parallelize.initialize_parameters(model, 7)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
@@ -223,11 +223,11 @@ def attention(world: World) -> set[str]:
     """The operators that causal attention calls."""
     hp = read(RUN)
     with torch.device("meta"):
-        model = Transformer(hp)
-    mesh = world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
-    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16)
+        model = Transformer(hp.model)
+    mesh = world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
+    model = parallelize.parallelize(model, hp.parallel, mesh, torch.bfloat16)
     parallelize.initialize_parameters(model, 7)
-    tokens = torch.zeros(2, hp.max_seq_len, dtype=torch.int64, device=world.device)
+    tokens = torch.zeros(2, hp.model.max_seq_len, dtype=torch.int64, device=world.device)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(tokens, tokens).backward()
     return {event.key for event in profiler.key_averages()}
@@ -294,11 +294,13 @@ def copies(world: World) -> dict[str, float]:
     """By direction, the share of the time of offloading's copies in which kernels run."""
     hp = read(RUN | {"activation_offload": True})
     with torch.device("meta"):
-        model = Transformer(hp)
-    mesh = world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
-    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16)
+        model = Transformer(hp.model)
+    mesh = world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
+    model = parallelize.parallelize(model, hp.parallel, mesh, torch.bfloat16)
     parallelize.initialize_parameters(model, 7)
-    tokens = torch.zeros(hp.batch_size, hp.max_seq_len, dtype=torch.int64, device=world.device)
+    tokens = torch.zeros(
+        hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64, device=world.device
+    )
     for _ in range(2):
         model(tokens, tokens).backward()
     with tempfile.TemporaryDirectory() as folder:

@@ -338,8 +338,8 @@ def test_training_equals_transformers(pair: Pair) -> None:
 def test_gpt2_trained_on_short_sequences_keeps_its_table(tmp_path: Path) -> None:
     make_reference(GPT2).save_pretrained(tmp_path / "in")
     hp = read_with_model_defaults({"init_from": str(tmp_path / "in"), "max_seq_len": 16})
-    assert (hp.max_seq_len, hp.n_positions) == (16, 64)
-    ours = Transformer(ModelConfig.model_validate(hp.model_dump(include=MODEL_KEYS)))
+    assert (hp.model.max_seq_len, hp.model.n_positions) == (16, 64)
+    ours = Transformer(hp.model)
     weights.read_directory(tmp_path / "in", ours)
     with pytest.raises(ValueError, match="max_seq_len"):
         ours(TOKENS[:, :17])
@@ -356,7 +356,7 @@ def test_export_states_the_positions_that_the_model_was_made_for(
 ) -> None:
     make_reference(LLAMA).save_pretrained(tmp_path / "in")
     hp = read_with_model_defaults({"init_from": str(tmp_path / "in"), "max_seq_len": max_seq_len})
-    ours = Transformer(ModelConfig.model_validate(hp.model_dump(include=MODEL_KEYS)))
+    ours = Transformer(hp.model)
     weights.read_directory(tmp_path / "in", ours)
     export.export_model(save_checkpoint(ours, tmp_path), tmp_path / "out")
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "out")
@@ -602,9 +602,11 @@ def test_init_from_can_be_in_the_home_or_a_folder_of_the_cache(
 
     def init_from(where: str) -> str | None:
         hp = read_with_model_defaults(data | {"init_from": where})
-        assert hp.d_model == 32
-        assert hp.tokenizer == hp.init_from == find_directory(str(hp.tokenizer))
-        return hp.init_from
+        assert hp.model.d_model == 32
+        assert (
+            hp.data.tokenizer == hp.checkpoint.init_from == find_directory(str(hp.data.tokenizer))
+        )
+        return hp.checkpoint.init_from
 
     assert init_from("~/in") == str(source)
     assert init_from(str(model)) == init_from("~/models--org--name") == str(first)
@@ -645,14 +647,14 @@ def test_tokenizer_may_have_a_token_that_the_model_does_not(
         if dataset in ("tokens", "jsonl", "hf"):
             keys["val_data"] = keys["train_data"]
         hp = read_with_model_defaults(keys | {"init_from": str(source), "max_seq_len": 8})
-        assert hp.vocab_size == 280
+        assert hp.model.vocab_size == 280
         if text == "<image":
-            opened = open_data(hp, hp.vocab_size, 8, 1, 0)
+            opened = open_data(hp.data, hp.model.vocab_size, 8, 1, 0)
             check_token_files(opened.datasets, 0, 1)
             assert "has 281 ids, the model 280 (vocab_size)" in opened.notes[-1]
             continue
         with pytest.raises(ConfigError, match="id 280") as refused:
-            check_token_files(open_data(hp, hp.vocab_size, 8, 1, 0).datasets, 0, 1)
+            check_token_files(open_data(hp.data, hp.model.vocab_size, 8, 1, 0).datasets, 0, 1)
         place = {"jsonl": f"{data}:2: ", "text": f"{data}: "}.get(dataset, "")
         assert place in str(refused.value)
 

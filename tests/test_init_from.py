@@ -79,10 +79,10 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
             module.p = 0.0
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": hp.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": hp.optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return train_reference(model, torch.optim.AdamW(groups, lr=hp.lr), hp, 42)
+    return train_reference(model, torch.optim.AdamW(groups, lr=hp.optim.lr), hp, 42)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_init_from_sets_the_keys_of_a_runs_model(tmp_path: Path) -> None:
     )
     first = tmp_path / "runs" / "test"
     hp = read_with_model_defaults(text | {"init_from": str(first)})
-    assert (hp.d_model, hp.vocab_size) == (TINY["d_model"], 320)
-    assert hp.tokenizer == str(checkpoints_by_step(tmp_path)[1])
+    assert (hp.model.d_model, hp.model.vocab_size) == (TINY["d_model"], 320)
+    assert hp.data.tokenizer == str(checkpoints_by_step(tmp_path)[1])
     done = run_fsdp(tmp_path, config=text | {"init_from": str(first), "run_name": "next"}, code=0)
     assert "weights of checkpoint" in done.stdout
     with pytest.raises(ConfigError, match=r"d_model: 48 differs from \d+ in "):
@@ -162,20 +162,26 @@ def test_init_from_sets_the_keys_of_the_model(sources: dict[str, Path]) -> None:
     hp = read_with_model_defaults(
         {"init_from": str(sources["qwen3"]), "dataset": "text", "dropout": 0.1}
     )
-    assert (hp.vocab_size, hp.head_dim, hp.qk_norm, hp.max_seq_len, hp.dropout) == (
+    assert (
+        hp.model.vocab_size,
+        hp.model.head_dim,
+        hp.model.qk_norm,
+        hp.model.max_seq_len,
+        hp.model.dropout,
+    ) == (
         300,
         12,
         "head",
         64,
         0.1,
     )
-    assert hp.tokenizer == str(sources["qwen3"])
+    assert hp.data.tokenizer == str(sources["qwen3"])
     again = read_with_model_defaults(
-        hp.model_dump(mode="json"), "n_heads=4", f"tokenizer={sources['qwen3'] / 'tokenizer.json'}"
+        hp.to_flat(), "n_heads=4", f"tokenizer={sources['qwen3'] / 'tokenizer.json'}"
     )
-    assert again.model_copy(update={"tokenizer": hp.tokenizer}) == hp
+    assert again.replace(tokenizer=hp.data.tokenizer) == hp
     assert (
-        read_with_model_defaults({"init_from": str(sources["llama"])}).tokenizer is None
+        read_with_model_defaults({"init_from": str(sources["llama"])}).data.tokenizer is None
     )  # synthetic data have no tokenizer
 
 
@@ -215,7 +221,10 @@ def test_init_from_warns_of_positions_the_model_lacks(
         read_with_model_defaults(model)
         read_with_model_defaults(model, f"max_seq_len={limit}")
         assert capsys.readouterr().err == ""
-        assert read_with_model_defaults(model, f"max_seq_len={limit + 1}").max_seq_len == limit + 1
+        assert (
+            read_with_model_defaults(model, f"max_seq_len={limit + 1}").model.max_seq_len
+            == limit + 1
+        )
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"max_seq_len: {limit + 1} exceeds the {limit} positions")
         assert "rope_scaling" in line
@@ -234,7 +243,7 @@ def test_init_from_refuses_text_without_a_tokenizer(
     assert (
         read_with_model_defaults(
             {"init_from": str(tmp_path), "dataset": "text", "tokenizer": "bytes"}
-        ).tokenizer
+        ).data.tokenizer
         == "bytes"
     )
 
@@ -397,7 +406,7 @@ def test_init_from_refuses_a_damaged_folder_at_once(
 
     def load(world: World) -> None:
         hp = read_with_model_defaults({"init_from": str(folder)})
-        weights.load_into(Transformer(hp), str(folder), world, print)
+        weights.load_into(Transformer(hp.model), str(folder), world, print)
 
     memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(RunError) as refused:

@@ -119,14 +119,14 @@ def require_adapters_close(folder: Path, expected: dict[str, torch.Tensor]) -> N
 
 
 def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
-    model = lora.add_adapters(Transformer(hp), hp, None)
+    model = lora.add_adapters(Transformer(hp.model), hp.lora, None)
     parallelize.initialize_parameters(model, seed)
     return lora.trained_parameters(model)
 
 
 def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
     """The parameter in PEFT's model of each adapter."""
-    places, _ = families.map_parameters(families.FAMILIES[family], hp)
+    places, _ = families.map_parameters(families.FAMILIES[family], hp.model)
     layers = {
         name.removesuffix(".weight"): place.name.removesuffix(".weight")
         for name, place in places.items()
@@ -148,10 +148,10 @@ def train_with_peft(
     import peft  # imports torchao, which takes seconds: not in all ranks
 
     options = {
-        "r": hp.lora_rank,
-        "lora_alpha": hp.lora_alpha,
-        "use_rslora": hp.use_rslora,
-        "target_modules": hp.lora_targets or "all-linear",
+        "r": hp.lora.lora_rank,
+        "lora_alpha": hp.lora.lora_alpha,
+        "use_rslora": hp.lora.use_rslora,
+        "target_modules": hp.lora.lora_targets or "all-linear",
     }
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     if start is None:
@@ -171,7 +171,7 @@ def train_with_peft(
                 parameters[theirs].copy_(initial[ours])
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     assert len(trained) == len(names)
-    optimizer = torch.optim.AdamW(trained, lr=hp.lr, weight_decay=hp.weight_decay)
+    optimizer = torch.optim.AdamW(trained, lr=hp.optim.lr, weight_decay=hp.optim.weight_decay)
     losses = train_reference(model, optimizer, hp, 7)
     return losses, {ours: parameters[theirs].detach() for ours, theirs in names.items()}
 
@@ -286,12 +286,12 @@ def built(
 ) -> tuple[Transformer, Any]:
     hp = read_with_model_defaults(hyperparameters)
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp), hp, dtype)
-    shape = parallelize.mesh_shape(hp, world.size, world.size)
-    model = parallelize.parallelize(model, hp, world.device_mesh(shape), dtype)
+        model = lora.add_adapters(Transformer(hp.model), hp.lora, dtype)
+    shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
+    model = parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), dtype)
     parallelize.initialize_parameters(model, 7)
-    weights.load_into(model, str(hp.init_from), world, lambda _: None)
-    return model, optim.Optimizer(hp, model.named_parameters())
+    weights.load_into(model, str(hp.checkpoint.init_from), world, lambda _: None)
+    return model, optim.Optimizer(hp.optim, model.named_parameters())
 
 
 def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:
@@ -323,7 +323,7 @@ def test_lora_base_is_frozen_sharded_and_in_compute_dtype(bases: dict[str, Path]
     adapters = hp.n_trained_parameters
     state = fit.count_state(hp, torch.bfloat16).total // 2
     for found in run_ranks(2, sizes, hyperparameters):
-        assert found == {"base": hp.n_parameters, "adapters": 2 * adapters} | {
+        assert found == {"base": hp.model.n_parameters, "adapters": 2 * adapters} | {
             "gradients": 2 * adapters,
             "moments": 4 * adapters,
         }
@@ -333,13 +333,15 @@ def test_lora_base_is_frozen_sharded_and_in_compute_dtype(bases: dict[str, Path]
 def test_lora_computes_no_gradient_of_the_base(bases: dict[str, Path]) -> None:
     hp = read_with_model_defaults(settings(bases["llama"]))
     with torch.device("meta"):  # on which attention is counted as plain matrix products
-        model = lora.add_adapters(Transformer(hp), hp, None)
-    tokens = torch.zeros(4, hp.max_seq_len, dtype=torch.int64, device="meta")
+        model = lora.add_adapters(Transformer(hp.model), hp.lora, None)
+    tokens = torch.zeros(4, hp.model.max_seq_len, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     # Attention to later positions is counted, too. The first block's inputs need no gradient.
-    other_half = 6 * hp.n_layers * hp.n_heads * hp.head_width * hp.max_seq_len
-    shapes = lora.layer_shapes(hp)
+    other_half = (
+        6 * hp.model.n_layers * hp.model.n_heads * hp.model.head_width * hp.model.max_seq_len
+    )
+    shapes = lora.layer_shapes(hp.model)
     first = [shapes[name] for name in ("q_proj", "k_proj", "v_proj")]
     unneeded = sum(2 * out * inner + 2 * 3 * inner for out, inner in first)
     expected = hp.training_flops_per_token + other_half - unneeded
@@ -352,12 +354,14 @@ def test_lora_step_collectives(bases: dict[str, Path], tmp_path: Path) -> None:
         bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4
     )
     hp = read_with_model_defaults(hyperparameters)
-    *blocks, embedding, head = unit_sizes(hp)
-    adapters = hp.n_trained_parameters // hp.n_layers
+    *blocks, embedding, head = unit_sizes(hp.model)
+    adapters = hp.n_trained_parameters // hp.model.n_layers
     gathered = [embedding, head, *(2 * [size + adapters for size in blocks])]
-    wanted = Counter({("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.n_layers): 1})
+    wanted = Counter(
+        {("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.model.n_layers): 1}
+    )
     wanted.update(("all-gather", 2, 2 * size) for size in gathered)
-    wanted["reduce-scatter", 2, 4 * adapters] += hp.n_layers
+    wanted["reduce-scatter", 2, 4 * adapters] += hp.model.n_layers
     for step in run_ranks(2, count_steps_of_each, str(tmp_path), {"lora": hyperparameters})[0][
         "lora"
     ]:
@@ -450,9 +454,9 @@ def test_adapters_of_peft_have_its_logits(
 
     adapter = make_peft_adapters(bases["llama"], tmp_path / "adapter", **options)
     hp = read_with_model_defaults(continued_from(adapter))
-    assert (hp.lora_rank, hp.use_rslora) == (4, "use_rslora" in options)
+    assert (hp.lora.lora_rank, hp.lora.use_rslora) == (4, "use_rslora" in options)
     assert hf_main.main(["inspect", str(adapter)]) == 0
-    ours = lora.add_adapters(Transformer(hp), hp, None).eval()
+    ours = lora.add_adapters(Transformer(hp.model), hp.lora, None).eval()
     weights.read_directory(bases["llama"], ours)
     adapters.read_directory(adapter, ours)
     base = AutoModelForCausalLM.from_pretrained(bases["llama"], attn_implementation="eager")

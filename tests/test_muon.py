@@ -192,11 +192,11 @@ def train_on_equal_gradients(world: World, sharding: str) -> dict[str, Tensor]:
     settings = UNEVEN | {"sharding": sharding, "shard_group_size": group, "weight_decay": 0.1}
     hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
     with torch.device("meta"):
-        model = Transformer(hp)
-    shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp, world.device_mesh(shape), None)
+        model = Transformer(hp.model)
+    shape = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
+    parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, 7)
-    optimizer = optim.Optimizer(hp, model.named_parameters())
+    optimizer = optim.Optimizer(hp.optim, model.named_parameters())
     for step in range(3):
         for index, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * step + index)

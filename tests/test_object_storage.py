@@ -304,7 +304,7 @@ def test_find_checkpoint_downloads_a_url(two_machines: TwoMachines) -> None:
 def test_plan_resume_accepts_a_url(two_machines: TwoMachines, key: str) -> None:
     url = f"{two_machines.url}/checkpoints/{two_machines.uuids[2]}"
     config = CheckpointConfig.model_validate({key: url})
-    plan = plan_resume(config, NO_CHECKPOINTS, restarted=False)
+    plan = plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted=False)
     assert (plan.resume_candidates or plan.init_candidates) == (url,)
 
 
@@ -691,10 +691,9 @@ def test_checkpoint_storage_url_that_is_mistyped(
         ("init_from", typo, f"{typo}: neither a checkpoint"),
         ("init_from", "s3://a b", "s3://.* s3://BUCKET/PREFIX"),
     ):
+        config = CheckpointConfig.model_validate({key: url})
         with pytest.raises(ConfigError, match=f"^{key}: {part}"):
-            plan_resume(
-                CheckpointConfig.model_validate({key: url}), NO_CHECKPOINTS, restarted=False
-            )
+            plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted=False)
     assert command.main(["list", typo]) == 2
     assert capsys.readouterr().err.startswith(f"{typo}/checkpoints: no checkpoints")
 

@@ -94,9 +94,9 @@ def gradients(
     world: World, settings: dict[str, Any], backend: Any = torch.cpu, steps: int = 1
 ) -> tuple[list[Tensor], list[int]]:
     """The gradients of the last of several steps, and the host memory that each step allocates."""
-    hp, allocated = Hyperparameters.model_validate(BASE | settings), list[int]()
+    hp, allocated = Hyperparameters.from_flat(BASE | settings), list[int]()
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp), hp, None)
+        model = lora.add_adapters(Transformer(hp.model), hp.lora, None)
     mesh = world.device_mesh(MeshShape(1, 1))
     empty_like: Callable[..., Tensor] = torch.empty_like
 
@@ -106,7 +106,7 @@ def gradients(
         return made
 
     with patch.object(torch, "get_device_module", lambda _: backend):
-        parallelize.parallelize(model, hp, mesh, None)
+        parallelize.parallelize(model, hp.parallel, mesh, None)
         parallelize.initialize_parameters(model, 7)
     parameters = list(model.parameters())  # sharded
     with torch.no_grad():
@@ -177,9 +177,9 @@ def test_activation_offload_is_refused_where_it_would_copy_nothing() -> None:
     settings = {"activation_checkpointing": "selective", "activation_offload": True}
     not_compiled = settings | {"compile": False}
     with patch.object(parallelize, "OFFLOADS_SELECTED", new=False):
-        Hyperparameters.model_validate(settings)
-        Hyperparameters.model_validate(settings | {"compile": True})
+        Hyperparameters.from_flat(settings)
+        Hyperparameters.from_flat(settings | {"compile": True})
         with pytest.raises(ValueError, match="activation_offload"):
-            Hyperparameters.model_validate(not_compiled)
+            Hyperparameters.from_flat(not_compiled)
     with patch.object(parallelize, "OFFLOADS_SELECTED", new=True):
-        Hyperparameters.model_validate(not_compiled)
+        Hyperparameters.from_flat(not_compiled)

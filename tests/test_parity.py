@@ -40,9 +40,9 @@ from tests.support.step_counts import Collective, count_steps_of_each
 def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSource, Transformer]:
     """The hyperparameters, samples and initial model of a run in one process."""
     hp = config.read_hyperparameters({"hyperparameters": PARITY_RUN | changes}, [], "test")
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
+    data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
-    model = Transformer(hp)
+    model = Transformer(hp.model)
     parallelize.initialize_parameters(model, 7)
     return hp, data.train, model
 
@@ -53,10 +53,10 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [
-        {"params": decay, "weight_decay": hp.weight_decay},
+        {"params": decay, "weight_decay": hp.optim.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=hp.lr, betas=(hp.beta1, hp.beta2))
+    adamw = torch.optim.AdamW(groups, lr=hp.optim.lr, betas=(hp.optim.beta1, hp.optim.beta2))
     losses = []
     for step in range(PARITY_STEPS):
         loss_sum, n_targets = torch.zeros(()), 0
@@ -71,10 +71,10 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
                 n_targets += int((document_targets != IGNORE_INDEX).sum())
         (loss_sum / n_targets).backward()
         losses.append(loss_sum.item() / n_targets)
-        assert hp.grad_clip is not None
-        torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
+        assert hp.optim.grad_clip is not None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), hp.optim.grad_clip)
         for group in adamw.param_groups:
-            group["lr"] = optim.learning_rate(hp, step, PARITY_STEPS)
+            group["lr"] = optim.learning_rate(hp.optim, step, PARITY_STEPS)
         adamw.step()
         adamw.zero_grad()
     return losses
@@ -296,8 +296,8 @@ def test_deterministic_selects_deterministic_kernels() -> None:
             {"hyperparameters": PARITY_RUN | {"deterministic": True}}, [], "test"
         )
         with torch.device("meta"):
-            model = Transformer(hp)
-        parallelize.parallelize(model, hp, world.device_mesh(MeshShape(1, 1)), None)
+            model = Transformer(hp.model)
+        parallelize.parallelize(model, hp.parallel, world.device_mesh(MeshShape(1, 1)), None)
         parallelize.initialize_parameters(model, 7)
         return torch.are_deterministic_algorithms_enabled()
 
@@ -318,9 +318,9 @@ def initial_weights(
             {"hyperparameters": PARITY_RUN | changes | {"sharding": sharding}}, [], "test"
         )
         with torch.device("meta"):
-            model = Transformer(hp)
-        shape = parallelize.mesh_shape(hp, world.size, world.size)
-        parallelize.parallelize(model, hp, world.device_mesh(shape), None)
+            model = Transformer(hp.model)
+        shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
+        parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), None)
         parallelize.initialize_parameters(model, 7)
         parameters = dict(model.named_parameters())
         full = {name: cast(DTensor, p).full_tensor() for name, p in parameters.items()}
@@ -332,9 +332,8 @@ def initial_weights(
 @pytest.mark.slow
 def test_initial_weights_depend_on_no_world_size_or_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are drawn in 4 chunks each
-    plain = Transformer(
-        config.read_hyperparameters({"hyperparameters": PARITY_RUN | size}, [], "test")
-    )
+    hp = config.read_hyperparameters({"hyperparameters": PARITY_RUN | size}, [], "test")
+    plain = Transformer(hp.model)
     parallelize.initialize_parameters(plain, 7)
     for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"], size)[-1]:
         for name, parameter in plain.named_parameters():

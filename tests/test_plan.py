@@ -30,22 +30,24 @@ def track_backward(hp: Hyperparameters, ranks: step.Ranks) -> int:
 
     It would count the global shapes of DTensors in the optimizer's step.
     """
-    shape = parallelize.mesh_shape(hp, ranks.size, ranks.per_node)
-    n_micro_batches = (hp.total_batch_size or hp.batch_size * ranks.size) // (
-        hp.batch_size * ranks.size
+    shape = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node)
+    n_micro_batches = (hp.data.total_batch_size or hp.data.batch_size * ranks.size) // (
+        hp.data.batch_size * ranks.size
     )
     dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
     try:
         mesh = make_mesh("cpu", shape)
         with torch.device("meta"):
-            model = lora.add_adapters(Transformer(hp), hp, ranks.dtype)
+            model = lora.add_adapters(Transformer(hp.model), hp.lora, ranks.dtype)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = parallelize.parallelize(model, hp, mesh, ranks.dtype)
+            model = parallelize.parallelize(model, hp.parallel, mesh, ranks.dtype)
             scale = precision.LossScaler(ranks.dtype, torch.device("cpu")).scale
-            tokens = torch.zeros(hp.batch_size, hp.max_seq_len, dtype=torch.int64)
+            tokens = torch.zeros(hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64)
             with FSDPMemTracker(model) as tracker:
                 for micro_batch in range(n_micro_batches):
-                    parallelize.start_micro_step(model, hp, micro_batch == n_micro_batches - 1)
+                    parallelize.start_micro_step(
+                        model, hp.parallel, micro_batch == n_micro_batches - 1
+                    )
                     loss = model(tokens, tokens)
                     (loss * scale).backward()
                     del loss
@@ -125,10 +127,8 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_memory_of_a_step_is_that_of_pytorchs_tracker(
     model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    hp = Hyperparameters.model_validate(
-        {"amp_dtype": "bfloat16", "compile": False} | model | changes
-    )
-    ranks = step.Ranks(precision.choose_dtype(hp, torch.bfloat16), "cpu", 8, 4, 80 * GIB)
+    hp = Hyperparameters.from_flat({"amp_dtype": "bfloat16", "compile": False} | model | changes)
+    ranks = step.Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cpu", 8, 4, 80 * GIB)
     peaks = dict(step.take_step(hp, ranks))
     del peaks[step.OPTIMIZER]
     peak = step.device_bytes(peaks[step.find_peak(peaks)])
@@ -140,10 +140,10 @@ def test_memory_of_a_step_is_that_of_pytorchs_tracker(
 def test_a_few_blocks_tell_the_memory_of_all(
     model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    hp = Hyperparameters.model_validate(
+    hp = Hyperparameters.from_flat(
         {"amp_dtype": "bfloat16", "compile": False} | model | changes | {"n_layers": 14}
     )
-    ranks = step.Ranks(precision.choose_dtype(hp, torch.bfloat16), "cuda", 8, 4, 80 * GIB)
+    ranks = step.Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cuda", 8, 4, 80 * GIB)
     measured = step.measure_step(hp, ranks)
     taken = step.take_step(hp, ranks)
     del taken[step.BACKWARD_OF_MIDDLE]  # which more blocks make longer, and which has no peak
@@ -155,11 +155,11 @@ def test_a_few_blocks_tell_the_memory_of_all(
 
 
 def test_optimizer_with_muon_needs_copies_of_a_matrix() -> None:
-    hp = Hyperparameters.model_validate(LLAMA | {"optimizer": "muon", "compile": False})
+    hp = Hyperparameters.from_flat(LLAMA | {"optimizer": "muon", "compile": False})
     ranks = step.Ranks(None, "cpu", 8, 8, 80 * GIB)
     peaks = step.take_step(hp, ranks)
     state = fit.count_state(hp, None).total // 8
-    largest_matrix = 4 * hp.d_model * hp.ffn_width
+    largest_matrix = 4 * hp.model.d_model * hp.model.ffn_width
     assert step.device_bytes(peaks[step.OPTIMIZER]) >= state + largest_matrix
 
 
@@ -171,25 +171,23 @@ def on_gpus(n: int = 8, gib: float = 80) -> step.Ranks:
 
 
 def test_offloading_moves_bytes_to_host_memory() -> None:
-    hp = Hyperparameters.model_validate(CODELLAMA)
+    hp = Hyperparameters.from_flat(CODELLAMA)
     kept = fit.measure(hp, on_gpus())
-    moved = fit.measure(
-        hp.model_copy(update={"cpu_offload": True, "activation_offload": True}), on_gpus()
-    )
+    moved = fit.measure(hp.replace(cpu_offload=True, activation_offload=True), on_gpus())
     assert step.PARAMETERS not in moved.memory
     assert step.MOMENTS not in moved.memory
     assert moved.peak < kept.peak
     block_inputs = 8 * 30 * 2 * 1024 * 4096  # of all blocks but two, in bfloat16
-    state = 16 * hp.n_parameters
+    state = 16 * hp.model.n_parameters
     assert moved.host - kept.host == pytest.approx(state + block_inputs, rel=1e-3)
 
 
 def test_largest_batch_size_fits_and_one_more_does_not() -> None:
-    hp = Hyperparameters.model_validate(CODELLAMA)
+    hp = Hyperparameters.from_flat(CODELLAMA)
     largest = fit.find_largest_batch_size(hp, on_gpus(gib=24))
     assert largest > 1
-    assert fit.measure(hp.model_copy(update={"batch_size": largest}), on_gpus(gib=24)).fits
-    more = hp.model_copy(update={"batch_size": largest + 1})
+    assert fit.measure(hp.replace(batch_size=largest), on_gpus(gib=24)).fits
+    more = hp.replace(batch_size=largest + 1)
     assert not fit.measure(more, on_gpus(gib=24)).fits
 
 

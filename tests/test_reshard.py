@@ -31,11 +31,11 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
     settings = TINY | WIDTH | {"sharding": sharding, "shard_group_size": group}
     hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
     with torch.device("meta"):
-        model = Transformer(hp)
-    shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp, world.device_mesh(shape), None)
+        model = Transformer(hp.model)
+    shape = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
+    parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, seed)
-    optimizer = optim.Optimizer(hp, model.named_parameters())
+    optimizer = optim.Optimizer(hp.optim, model.named_parameters())
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
             optimizer.state_dict()[f"{name}.{moment}"].copy_(parameter.detach() * 2)

@@ -358,8 +358,6 @@ def test_run_dirs_config_yaml_resumes_the_run() -> None:
     hp = config.read_hyperparameters(
         {"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test"
     )
-    run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, {"step": 0})
-    assert config.load_hyperparameters(run_dir.config, []) == hp.model_copy(
-        update={"run_name": "x"}
-    )
+    run_dir.start(hp.to_flat() | {"resume": "fresh"}, {"step": 0})
+    assert config.load_hyperparameters(run_dir.config, []) == hp.replace(run_name="x")
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

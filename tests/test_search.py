@@ -613,7 +613,7 @@ def test_search_keeps_the_date_of_its_first_trial() -> None:
     edit_config("chat_template_date", "2026-01-31")
     again = Search(Path("tiny.yaml"), [])
     again.require_unchanged(*again.trials)
-    dates = {str(trial.settings.hp.chat_template_date) for trial in again.trials}
+    dates = {str(trial.settings.hp.data.chat_template_date) for trial in again.trials}
     assert dates == {"2026-01-31"}
 
 

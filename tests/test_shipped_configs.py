@@ -141,9 +141,11 @@ def test_shipped_hyperparameters_are_valid(path: Path) -> None:
     else:
         assert experiment["searcher"]["metric"] == "loss"
         assert experiment["searcher"]["time_metric"] == "batches"
-        assert experiment["searcher"]["max_time"] == hp.max_steps
-        rungs = [hp.max_steps // experiment["searcher"]["divisor"] ** n for n in range(3)]
-        assert [step % (hp.validation_rate or hp.report_rate) for step in rungs] == [0, 0, 0]
+        assert experiment["searcher"]["max_time"] == hp.run.max_steps
+        rungs = [hp.run.max_steps // experiment["searcher"]["divisor"] ** n for n in range(3)]
+        assert [
+            step % (hp.metrics.validation_rate or hp.metrics.report_rate) for step in rungs
+        ] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

@@ -195,7 +195,7 @@ def test_store_loads_a_checkpoint_of_another_run(kind: str, place: Path, tmp_pat
             location = other.store.locate(save_toy(other, world, 7))
         config = CheckpointConfig.model_validate({"init_from": str(tmp_path / "other")})
         with opened(kind, place, world) as checkpointer:
-            plan = plan_resume(config, checkpointer.store, restarted=False)
+            plan = plan_resume(config.resume, config.init_from, checkpointer.store, restarted=False)
             assert plan.init_candidates == (location,)
             assert is_filled_with(loaded(checkpointer, location), 7)
 
@@ -241,7 +241,7 @@ def test_store_resumes_the_one_before_a_damaged_one(
             else:
                 remove(store, second, MANIFEST)
             model = toy_model(-1)
-            plan = plan_resume(AUTO, store, restarted=False)
+            plan = plan_resume("auto", None, store, restarted=False)
             state = {"model": model.state_dict(), "scaler": {}, "spikes": {}}
             load_checkpoint(plan, checkpointer, state, RUN_INFO, log.append)
             assert is_filled_with(model, 10)
@@ -266,21 +266,20 @@ def test_store_that_lost_all_checkpoints_is_an_error(kind_off_cluster: str, plac
     def lose(world: World) -> None:
         with opened(kind_off_cluster, place, world, keep=None) as checkpointer:
             store = checkpointer.store
-            assert plan_resume(AUTO, store, restarted=False) == ResumePlan()
+            assert plan_resume("auto", None, store, restarted=False) == ResumePlan()
             names = [save_toy(checkpointer, world, step) for step in (1, 2)]
             for name in names:
                 remove(store, name, MANIFEST)
             with pytest.raises(CheckpointError) as lost:
-                plan_resume(AUTO, store, restarted=False)
+                plan_resume("auto", None, store, restarted=False)
             assert all(name in str(lost.value) for name in names)
             for name, file in itertools.product(names, (WEIGHTS, OPTIM_SHARDS[0], "metadata.json")):
                 remove(store, name, file)
             with pytest.raises(
                 RunError, match="resume=fresh"
             ):  # all deleted: not silently a new run
-                plan_resume(AUTO, store, restarted=False)
-            fresh = CheckpointConfig.model_validate({"resume": "fresh"})
-            assert plan_resume(fresh, store, restarted=False) == ResumePlan(fresh=True)
+                plan_resume("auto", None, store, restarted=False)
+            assert plan_resume("fresh", None, store, restarted=False) == ResumePlan(fresh=True)
 
     in_world(lose)
 
@@ -306,9 +305,9 @@ def test_store_whose_checkpoints_were_deleted_is_an_error(
         with opened(kind_off_cluster, place, world, keep) as checkpointer:
             store = checkpointer.store
             with pytest.raises(ConfigError, match="deleted; resume=fresh"):
-                plan_resume(AUTO, store, restarted=False)
+                plan_resume("auto", None, store, restarted=False)
             store.move_aside()  # as resume=fresh does
-            assert plan_resume(AUTO, store, restarted=False) == ResumePlan()
+            assert plan_resume("auto", None, store, restarted=False) == ResumePlan()
 
     in_world(lose)
 
@@ -331,12 +330,12 @@ def test_store_whose_first_save_was_killed_starts_anew(
         assert (place / FIRST_CHECKPOINT).exists()
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
-            plan = plan_resume(AUTO, store, restarted=False)
+            plan = plan_resume("auto", None, store, restarted=False)
             assert len(plan.resume_candidates) == (moment == "after")
             if moment == "after":
                 delete_all(store)
                 with pytest.raises(ConfigError, match="resume=fresh"):
-                    plan_resume(AUTO, store, restarted=False)
+                    plan_resume("auto", None, store, restarted=False)
 
     in_world(kill_first)
 
@@ -377,7 +376,7 @@ def test_store_forgets_a_first_save_that_failed(
             patch.setattr(checkpointer_module, "write_manifest", fail)
             with pytest.raises(RunError, match="No space left"):
                 save_toy(checkpointer, world, 1)
-            assert plan_resume(AUTO, checkpointer.store, restarted=False) == ResumePlan()
+            assert plan_resume("auto", None, checkpointer.store, restarted=False) == ResumePlan()
 
     in_world(save_on_a_full_disk)
 

@@ -112,7 +112,8 @@ def test_epochs_below_0_only_validate_and_generate(tmp_path: Path) -> None:
     assert "sample      step 3\nto be" in again.stdout
     run_fsdp(tmp_path, "sample_rate=1", "run_name=other", config=TINY, code=2)  # no text
     assert (
-        config.load_hyperparameters(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
+        config.load_hyperparameters(tmp_path / "runs" / "test" / "config.yaml", []).run.max_epochs
+        == -1
     )
 
 

@@ -54,10 +54,10 @@ def hyperparameters(**changes: Any) -> Hyperparameters:
 
 def build(hp: Hyperparameters) -> tuple[Transformer, optim.Optimizer]:
     """The initial model and the optimizer, in one process."""
-    transfer = Transfer.of(hp, hp, hp.optimizer)
-    model = Transformer(hp)
+    transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
+    model = Transformer(hp.model)
     parallelize.initialize_parameters(model, 7, transfer)
-    return model, optim.Optimizer(hp, model.named_parameters(), transfer)
+    return model, optim.Optimizer(hp.optim, model.named_parameters(), transfer)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def train(
 )
 def test_scale_at_4_times_the_width_and_3_the_depth(name: str, expected: tuple[float, ...]) -> None:
     hp = hyperparameters(**FROM_SMALL)
-    assert Transfer.of(hp, hp, "adamw").scale(name) == pytest.approx(expected)
+    assert Transfer.of(hp.transfer, hp.model, "adamw").scale(name) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_scale_at_4_times_the_width_and_3_the_depth(name: str, expected: tuple[f
 )
 def test_scale_with_muon(name: str, expected: tuple[float, ...]) -> None:
     hp = hyperparameters(**FROM_SMALL)
-    assert Transfer.of(hp, hp, "muon").scale(name) == pytest.approx(expected)
+    assert Transfer.of(hp.transfer, hp.model, "muon").scale(name) == pytest.approx(expected)
 
 
 def test_scale_of_tied_embeddings_is_in_the_final_norm() -> None:
     hp = hyperparameters(**FROM_SMALL, tie_embeddings=True)
-    transfer = Transfer.of(hp, hp, "adamw")
+    transfer = Transfer.of(hp.transfer, hp.model, "adamw")
     assert transfer.scale("embedding.tokens.weight") == pytest.approx((1, 1, 1, 1 / 4, 1))
     assert transfer.scale("head.norm.weight") == pytest.approx((1 / 4, 1 / 4, 4, 1, 1 / 4))
 
@@ -136,7 +136,7 @@ def test_scale_of_depth_is_in_the_norm_of_a_branch(
     placement: str, output: str, matrix: str
 ) -> None:
     hp = hyperparameters(**FROM_SMALL, norm_placement=placement)
-    transfer = Transfer.of(hp, hp, "adamw")
+    transfer = Transfer.of(hp.transfer, hp.model, "adamw")
     assert transfer.scale(f"blocks.0.{output}.weight").lr == pytest.approx(1 / 3)
     assert transfer.scale(f"blocks.0.{matrix}.weight").lr == pytest.approx(1 / 4)
 
@@ -144,10 +144,10 @@ def test_scale_of_depth_is_in_the_norm_of_a_branch(
 @every_style
 def test_initial_deviations_are_those_of_the_base_scaled(style: str) -> None:
     hp = hyperparameters(**FROM_SMALL, **STYLES[style])
-    base = hyperparameters(**STYLES[style], d_model=8, n_layers=1, d_ff=hp.ffn_width // 4)
-    transfer = Transfer.of(hp, hp, "adamw")
-    model = Transformer(hp)
-    base_model = Transformer(base)
+    base = hyperparameters(**STYLES[style], d_model=8, n_layers=1, d_ff=hp.model.ffn_width // 4)
+    transfer = Transfer.of(hp.transfer, hp.model, "adamw")
+    model = Transformer(hp.model)
+    base_model = Transformer(base.model)
     for name, _ in base_model.named_parameters():
         kind, value = base_model.init_rule(name)
         if kind == "normal":
@@ -210,11 +210,9 @@ def test_folded_model_learns_as_one_with_multipliers(
     monkeypatch.setattr(optim, "ADAM_EPS", eps)
     hp = hyperparameters(**FROM_SMALL, **STYLES[style])
     model, optimizer = build(hp)
-    transfer = Transfer.of(hp, hp, "adamw")
-    is_centered = hp.norm == "rmsnorm-centered"
-    reference = Transformer(
-        hp.model_copy(update={"residual_multiplier": 1 / 3, "logits_scaling": 4.0})
-    )
+    transfer = Transfer.of(hp.transfer, hp.model, "adamw")
+    is_centered = hp.model.norm == "rmsnorm-centered"
+    reference = Transformer(hp.replace(residual_multiplier=1 / 3, logits_scaling=4.0).model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = multiplied(name, parameter, transfer.scale(name), is_centered)
@@ -286,7 +284,7 @@ def test_plan_of_a_scaled_model_is_that_of_another() -> None:
 @pytest.mark.parametrize("style", ["llama", "tied"])
 def test_export_of_a_scaled_model_is_an_ordinary_one(style: str, tmp_path: Path) -> None:
     hp = hyperparameters(**FROM_SMALL, **STYLES[style])
-    keys = hp.model_dump(mode="json", include=set(ModelConfig.model_fields))
+    keys = hp.model.model_dump(mode="json")
     model, optimizer = build(hp)
     train(model, optimizer)
 
@@ -316,14 +314,14 @@ def full(tensor: Tensor) -> Tensor:
 def train_on_equal_gradients(world: World, sharding: str) -> tuple[list[float], dict[str, Tensor]]:
     """Gradient norms, and weights after three steps whose gradients depend on their names only."""
     hp = hyperparameters(**FROM_SMALL, vocab_size=61, optimizer="muon", sharding=sharding)
-    transfer = Transfer.of(hp, hp, hp.optimizer)
+    transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
     with torch.device("meta"):
-        model = Transformer(hp)
-    shape = parallelize.mesh_shape(hp, world.size, 1)
+        model = Transformer(hp.model)
+    shape = parallelize.mesh_shape(hp.parallel, world.size, 1)
     mesh = world.device_mesh(shape)
-    parallelize.parallelize(model, hp, mesh, None)
+    parallelize.parallelize(model, hp.parallel, mesh, None)
     parallelize.initialize_parameters(model, 7, transfer)
-    optimizer = optim.Optimizer(hp, model.named_parameters(), transfer)
+    optimizer = optim.Optimizer(hp.optim, model.named_parameters(), transfer)
     norms = []
     for step in range(3):
         for index, parameter in enumerate(model.parameters()):

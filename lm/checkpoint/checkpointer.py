@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
@@ -46,7 +46,7 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.store import CheckpointStore
 from lm.checkpoint.tensor_files import Rows, State
 from lm.errors import ConfigError, RunError
-from lm.fields import Logged, Unlogged
+from lm.fields import Config, Logged, Unlogged
 from lm.fileio import write_durably
 from lm.launch.machine import host_memory
 from lm.runtime.world import World
@@ -57,7 +57,7 @@ from model import ModelConfig
 SHARED = "checkpoints need a directory that all machines share"
 
 
-class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
+class CheckpointConfig(Config, frozen=True):
     """Hyperparameters of saving and resuming."""
 
     checkpoint_rate: Logged[int] = Field(

@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 
 from lm.data import files, stream
 from lm.data.dataset import Dataset, TrainSource, ValidationSet, set_key
@@ -27,7 +27,7 @@ from lm.data.tokens import (
     read_tokens,
 )
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
-from lm.fields import Fixed, Logged, Varied
+from lm.fields import Config, Fixed, Logged, Needs, Varied
 from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
@@ -46,7 +46,14 @@ PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue unless prompt is set."""
 
 
-class DataConfig(BaseModel, frozen=True, extra="forbid"):
+T = TypeVar("T")
+OfFiles = Annotated[T, Needs("dataset", ("text", "tokens", "jsonl", "hf"))]
+OfRecords = Annotated[T, Needs("dataset", ("jsonl", "hf"))]
+OfJsonLines = Annotated[T, Needs("dataset", ("jsonl",))]
+OfStreams = Annotated[T, Needs("dataset", ("hf",))]
+
+
+class DataConfig(Config, frozen=True):
     """Hyperparameters of the data."""
 
     dataset: Fixed[Literal["synthetic", "text", "tokens", "jsonl", "hf"]] = Field(
@@ -54,50 +61,52 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
         description="random tokens, UTF-8 text, token files (`python -m lm.prepare`), JSON Lines or"
         " a streamed dataset",
     )
-    train_data: Fixed[str | dict[str, Annotated[float, Field(gt=0)]] | None] = Field(
+    train_data: OfFiles[Fixed[str | dict[str, Annotated[float, Field(gt=0)]] | None]] = Field(
         None,
         description="a file, directory or glob; text: null = the Python standard library's source;"
         " tokens: a directory, or several with weights; hf: also a dataset on the hub",
     )
-    val_data: Logged[str | dict[str, str] | None] = Field(
+    val_data: OfFiles[Logged[str | dict[str, str] | None]] = Field(
         None,
         description="a file, directory or glob, or several by name ({wiki: PATH, code: PATH}), each"
         " with its loss; null = held out of train_data: the last 5 % (text),"
         " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
         " null = `validation`",
     )
-    tokenizer: Fixed[str | None] = Field(
+    tokenizer: OfFiles[Fixed[str | None]] = Field(
         None,
         description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name;"
         " null = that of the token files (tokens), else bytes",
     )
-    text_field: Logged[str] = Field("text", description="field that holds the text (jsonl, hf)")
-    loss_on: Logged[Literal["all", "completion"]] = Field(
+    text_field: OfRecords[Logged[str]] = Field(
+        "text", description="field that holds the text (jsonl, hf)"
+    )
+    loss_on: OfJsonLines[Logged[Literal["all", "completion"]]] = Field(
         "all", description="tokens that are targets (jsonl)"
     )
-    chat_template: Fixed[str | None] = Field(
+    chat_template: OfJsonLines[Fixed[str | None]] = Field(
         None,
         description="a Jinja file, or the name of a template in TRL's package, e.g. qwen3_training;"
         " null = the tokenizer's (jsonl)",
     )
-    chat_template_kwargs: Logged[dict[str, Any] | None] = Field(
+    chat_template_kwargs: OfJsonLines[Logged[dict[str, Any] | None]] = Field(
         None,
         description="variables of the chat template, e.g. {enable_thinking: false}; date_string"
         " replaces today's date (jsonl)",
     )
-    chat_template_date: Logged[datetime.date | None] = Field(
+    chat_template_date: OfJsonLines[Logged[datetime.date | None]] = Field(
         None,
         description="today's date (YYYY-MM-DD) for the chat template; null = the day on which the"
         " run first starts (jsonl)",
     )
-    packing: Logged[bool] = Field(
+    packing: OfJsonLines[Logged[bool]] = Field(
         True,
         description="several samples in a sequence, each in one piece; false = one sample (jsonl)",
     )
-    data_workers: Logged[int] = Field(
+    data_workers: OfStreams[Logged[int]] = Field(
         1, gt=0, description="processes per rank that read and tokenize (hf)"
     )
-    hf_config: Logged[str | None] = Field(
+    hf_config: OfStreams[Logged[str | None]] = Field(
         None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)"
     )
     shuffle: Fixed[bool] = Field(True, description="shuffle the samples in each epoch, by the seed")
@@ -192,8 +201,12 @@ def open_data(
     seed: int,
     dp_rank: int = 0,
     dp_size: int = 1,
+    date: datetime.date | None = None,
 ) -> Data:
     """Open and check the data that `config` names.
+
+    Args:
+        date: today's, for chat templates, unless `chat_template_date` is set.
 
     Raises:
         ConfigError: files are missing or invalid, a token is not below vocab_size, or there are too
@@ -202,12 +215,11 @@ def open_data(
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"weights require dataset: tokens, not {config.dataset}"
         raise ConfigError(f"train_data: {problem}; use one file, directory or glob")
-    if config.dataset != "jsonl":
-        _check_only_jsonl(config)
     if config.dataset == "hf":
         data = _open_stream(config, vocab_size, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
-        opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed)
+        date = config.chat_template_date or date
+        opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed, date)
         weights = [1.0]
         if isinstance(config.train_data, dict):
             weights = list(config.train_data.values())
@@ -234,20 +246,6 @@ def open_data(
     return data
 
 
-def _check_only_jsonl(config: DataConfig) -> None:
-    """Raise ConfigError for keys that say which tokens of JSON Lines are targets."""
-    problems: list[str] = []
-    for key in ("loss_on", "chat_template"):
-        value = getattr(config, key)
-        default = DataConfig.model_fields[key].default
-        if value != default:
-            problem = f"{key}: {value} requires dataset: jsonl, not {config.dataset}"
-            remedy = f"set {key}: {default or 'null'}"
-            problems.append(f"{problem}; {remedy}, or read JSON Lines with dataset: jsonl")
-    if problems:
-        raise ConfigError(*problems)
-
-
 def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
     found = f"{n_samples} sequences of max_seq_len {seq_len}"
     problem = f"{what}: {found}, but the run needs at least {needed}"
@@ -263,17 +261,22 @@ class _OpenedDatasets(NamedTuple):
 
 
 def _open_datasets(
-    config: DataConfig, vocab_size: int, seq_len: int, global_batch_size: int, seed: int
+    config: DataConfig,
+    vocab_size: int,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    date: datetime.date | None,
 ) -> _OpenedDatasets:
     match config.dataset:
         case "synthetic":
-            return _open_synthetic(config, vocab_size, seq_len, global_batch_size, seed)
+            return _open_synthetic(vocab_size, seq_len, global_batch_size, seed)
         case "text":
             return _open_text(config, vocab_size, seq_len)
         case "tokens":
             return _open_tokens(config, vocab_size, seq_len)
         case _:  # "jsonl"; "hf" is streamed
-            return _open_jsonl(config, vocab_size, seq_len)
+            return _open_jsonl(config, vocab_size, seq_len, date)
 
 
 def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
@@ -296,12 +299,8 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
 
 
 def _open_synthetic(
-    config: DataConfig, vocab_size: int, seq_len: int, global_batch_size: int, seed: int
+    vocab_size: int, seq_len: int, global_batch_size: int, seed: int
 ) -> _OpenedDatasets:
-    for key in ("train_data", "val_data", "tokenizer"):
-        if getattr(config, key) is not None:
-            problem = f"{key}: dataset: synthetic reads no data"
-            raise ConfigError(f"{problem}; remove it, or choose text, tokens, jsonl or hf")
     n_samples = SYNTHETIC_BATCHES * global_batch_size
     train = SyntheticDataset(vocab_size, seq_len, n_samples, (seed, "training"))
     validation = SyntheticDataset(vocab_size, seq_len, n_samples, (seed, "validation"))
@@ -449,13 +448,15 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFileDataset) -> 
     return tokenizer
 
 
-def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
+def _open_jsonl(
+    config: DataConfig, vocab_size: int, seq_len: int, date: datetime.date | None
+) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.limit_ids(vocab_size)
     if config.chat_template_kwargs:
         tokenizer.all_templates.check_variables(config.chat_template_kwargs)
         tokenizer.template_kwargs = config.chat_template_kwargs
-    tokenizer.date = config.chat_template_date
+    tokenizer.date = date
     where = config.train_data
     if where is None:
         advice = "set it to a file, a directory or a glob"

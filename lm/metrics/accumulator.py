@@ -12,14 +12,14 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
-from lm.fields import Unlogged
+from lm.fields import Config, Unlogged
 from lm.metrics.device import peak_memory_gib
 from lm.runtime.world import World
 
 TrackerName = Literal["wandb", "mlflow", "determined"]
 
 
-class MetricsConfig(BaseModel, frozen=True, extra="forbid"):
+class MetricsConfig(Config, frozen=True):
     """How often metrics are reported."""
 
     report_rate: Unlogged[int] = Field(

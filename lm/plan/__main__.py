@@ -103,14 +103,13 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     """Read the experiment file. Weights that are not here are not needed if `model` is given."""
     hp = config.load_hyperparameters(args.config, args.overrides)
-    if hp.init_from is None:
+    if hp.checkpoint.init_from is None:
         return hp
-    if Path(hp.init_from).exists():
+    if Path(hp.checkpoint.init_from).exists():
         return config.load_hyperparameters(args.config, args.overrides, adapters.model_defaults)
-    if hp.model is None:
-        raise ConfigError(
-            f"init_from: {hp.init_from} does not exist; set model to the preset with its shape"
-        )
+    if hp.model.model is None:
+        problem = f"init_from: {hp.checkpoint.init_from} does not exist"
+        raise ConfigError(f"{problem}; set model to the preset with its shape")
     return hp
 
 
@@ -122,7 +121,7 @@ def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
     elif torch.cuda.is_available():
         host_bytes = host_memory().total
     return Ranks(
-        dtype=choose_dtype(hp, torch.bfloat16),
+        dtype=choose_dtype(hp.precision, torch.bfloat16),
         device_type="cuda",
         size=args.gpus,
         per_node=args.gpus // args.nodes,
@@ -133,11 +132,11 @@ def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
 
 def round_up_batch(hp: Hyperparameters, n_ranks: int) -> Hyperparameters:
     """Return `hp` with `total_batch_size` rounded up to what the ranks can share."""
-    if hp.total_batch_size is None:
+    if hp.data.total_batch_size is None:
         return hp
-    per_micro_step = hp.batch_size * n_ranks
-    total = math.ceil(hp.total_batch_size / per_micro_step) * per_micro_step
-    return hp.model_copy(update={"total_batch_size": total})
+    per_micro_step = hp.data.batch_size * n_ranks
+    total = math.ceil(hp.data.total_batch_size / per_micro_step) * per_micro_step
+    return hp.replace(total_batch_size=total)
 
 
 def format_count(n: int, noun: str) -> str:
@@ -150,21 +149,21 @@ def format_count(n: int, noun: str) -> str:
 def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     """Return lines on the model, how it is sharded, and what a step is."""
     trained = ""
-    if hp.lora_rank is not None:
+    if hp.lora.lora_rank is not None:
         trained = f" ({format_parameters(hp.n_trained_parameters)} trained)"
-    mesh = parallelize.mesh_shape(hp, ranks.size, ranks.per_node)
+    mesh = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node)
     gpus = format_count(ranks.size, "GPU")
     nodes = format_count(ranks.size // ranks.per_node, "node")
     replicas = format_count(mesh.replicate, "replica")
-    global_batch_size = derive_global_batch_size(hp, ranks.size)
-    micro_steps = format_count(global_batch_size // (hp.batch_size * ranks.size), "micro-step")
-    sequences = format_count(hp.batch_size, "sequence")
-    tokens = global_batch_size * hp.max_seq_len
+    global_batch_size = derive_global_batch_size(hp.data, ranks.size)
+    micro_steps = format_count(global_batch_size // (hp.data.batch_size * ranks.size), "micro-step")
+    sequences = format_count(hp.data.batch_size, "sequence")
+    tokens = global_batch_size * hp.model.max_seq_len
     flops = hp.training_flops_per_token * tokens / ranks.size
     return [
-        f"{format_parameters(hp.n_parameters)} parameters{trained} on {gpus} in {nodes}",
-        f"{hp.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
-        f"a step: {micro_steps} of {sequences} of {hp.max_seq_len:,} tokens on each GPU,"
+        f"{format_parameters(hp.model.n_parameters)} parameters{trained} on {gpus} in {nodes}",
+        f"{hp.parallel.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
+        f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each GPU,"
         f" {tokens:,} tokens in all, {flops / 1e12:,.1f} TFLOP on each",
     ]
 
@@ -177,18 +176,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = describe_ranks(args, given)
     hp = round_up_batch(given, ranks.size)
     lines: list[str] = []
-    if hp.total_batch_size != given.total_batch_size:
-        lines.append(
-            f"total_batch_size: {given.total_batch_size} is not a multiple of batch_size"
-            f" {hp.batch_size} x {format_count(ranks.size, 'GPU')}, and a run would be refused;"
-            f" planned with {hp.total_batch_size}\n"
-        )
+    total = given.data.total_batch_size
+    if hp.data.total_batch_size != total:
+        of = f"batch_size {hp.data.batch_size} x {format_count(ranks.size, 'GPU')}"
+        problem = f"{total} is not a multiple of {of}, and a run would be refused"
+        lines.append(f"total_batch_size: {problem}; planned with {hp.data.total_batch_size}\n")
     lines += [*describe_run(hp, ranks), ""]
     need = fit.measure(hp, ranks)
     largest = fit.find_largest_batch_size(hp, ranks)
     if args.json:
         values = {
-            "parameters": hp.n_parameters,
+            "parameters": hp.model.n_parameters,
             "memory": dict(need.memory),
             "peak": need.peak,
             "phase": need.phase,
@@ -196,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "available": ranks.memory,
             "fits": need.fits,
             "largest_batch_size": largest,
-            "total_batch_size": hp.total_batch_size,
+            "total_batch_size": hp.data.total_batch_size,
         }
         print(json.dumps(values))
         return 0

@@ -66,8 +66,8 @@ class State:
 def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
     """Return the bytes of the run's model and optimizer, from both on the meta device."""
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp), hp, dtype)
-    optimizer = Optimizer(hp, model.named_parameters(), compute_dtype=dtype)
+        model = lora.add_adapters(Transformer(hp.model), hp.lora, dtype)
+    optimizer = Optimizer(hp.optim, model.named_parameters(), compute_dtype=dtype)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     moments = 0
@@ -130,8 +130,8 @@ def measure(hp: Hyperparameters, ranks: Ranks) -> Need:
     peaks = measure_step(hp, ranks)
     phase = find_peak(peaks)
     host = max(memory.get(HOST, 0) for memory in peaks.values())
-    if hp.async_checkpoint:
-        shards = parallelize.mesh_shape(hp, ranks.size, ranks.per_node).shard
+    if hp.checkpoint.async_checkpoint:
+        shards = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node).shard
         host += count_state(hp, ranks.dtype).copied // shards
     return Need(ranks, phase, peaks[phase], ranks.per_node * host)
 
@@ -144,7 +144,7 @@ def find_largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
     """
 
     def need_of(batch_size: int) -> Need:
-        changed = hp.model_copy(update={"batch_size": batch_size, "total_batch_size": None})
+        changed = hp.replace(batch_size=batch_size, total_batch_size=None)
         return measure(changed, ranks)
 
     smallest = need_of(1)
@@ -170,7 +170,7 @@ def find_largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
 
 def list_remedies(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     """Return lines on settings that need less, each alone, and what they need."""
-    n_micro_batches = (hp.total_batch_size or 0) // (hp.batch_size * ranks.size)
+    n_micro_batches = (hp.data.total_batch_size or 0) // (hp.data.batch_size * ranks.size)
     candidates: dict[str, dict[str, Any]] = {
         "activation_checkpointing=full": {"activation_checkpointing": "full"},
         "sharding=full-shard": {"sharding": "full-shard"},
@@ -180,7 +180,7 @@ def list_remedies(hp: Hyperparameters, ranks: Ranks) -> list[str]:
         candidates["sync_each_micro_step=true"] = {"sync_each_micro_step": True}
     lines: list[str] = []
     for setting, changes in candidates.items():
-        changed = hp.model_copy(update=changes)
+        changed = hp.replace(**changes)
         if changed == hp:
             continue
         need = measure(changed, ranks)
@@ -206,7 +206,7 @@ class MemoryCheck:
         if self.ranks.on_gpu:
             rank = "GPU"
         where = ""
-        if self.hp.cpu_offload and self.ranks.on_gpu:
+        if self.hp.parallel.cpu_offload and self.ranks.on_gpu:
             where = " of host memory"
         return (
             f"parameters, moments and gradients take {format_bytes(self.state)} of"
@@ -226,9 +226,9 @@ class MemoryCheck:
             return
         n_ranks = math.ceil(state.total / (USABLE * self.space))
         remedies = [f"sharding: full-shard over {n_ranks:,} or more ranks"]
-        if self.ranks.on_gpu and not self.hp.cpu_offload:
+        if self.ranks.on_gpu and not self.hp.parallel.cpu_offload:
             remedies.append("cpu_offload: true")
-        if self.hp.init_from is not None and self.hp.lora_rank is None:
+        if self.hp.checkpoint.init_from is not None and self.hp.lora.lora_rank is None:
             remedies.append("lora_rank")
         remedies.append("a smaller model")
         raise ConfigError(f"out of memory: {self.describe()}; use {', or '.join(remedies)}")
@@ -281,10 +281,10 @@ def check_memory(hp: Hyperparameters, dtype: torch.dtype | None, world: World) -
 
 
 def _check_state(hp: Hyperparameters, ranks: Ranks, host_share: int) -> MemoryCheck:
-    shards = parallelize.mesh_shape(hp, ranks.size, ranks.per_node).shard
+    shards = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node).shard
     state = count_state(hp, ranks.dtype)
     space = ranks.memory
-    if hp.cpu_offload and ranks.on_gpu:
+    if hp.parallel.cpu_offload and ranks.on_gpu:
         space = host_share
     check = MemoryCheck(hp, ranks, state.total // shards, space)
     check.refuse_too_large(state)

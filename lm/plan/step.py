@@ -195,15 +195,15 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
             micro-batches.
     """
     n_kinds = 1
-    if hp.layer_pattern is not None:
-        n_kinds = len(hp.layer_pattern)
-    few = 5 + (hp.n_layers - 5) % n_kinds  # as many blocks of each kind at the ends
+    if hp.model.layer_pattern is not None:
+        n_kinds = len(hp.model.layer_pattern)
+    few = 5 + (hp.model.n_layers - 5) % n_kinds  # as many blocks of each kind at the ends
     more = few + n_kinds
-    if hp.n_layers <= more:
+    if hp.model.n_layers <= more:
         return take_step(hp, ranks)
-    of_few = take_step(hp.model_copy(update={"n_layers": few}), ranks)
-    of_more = take_step(hp.model_copy(update={"n_layers": more}), ranks)
-    times = (hp.n_layers - few) // n_kinds
+    of_few = take_step(hp.replace(n_layers=few), ranks)
+    of_more = take_step(hp.replace(n_layers=more), ranks)
+    times = (hp.model.n_layers - few) // n_kinds
     peaks: dict[str, Memory] = {}
     for phase, memory in of_few.items():
         peak = dict(memory)
@@ -219,20 +219,24 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
 def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """Return what `measure_step` does, from a step of all blocks."""
     hp = _without_masks(hp, ranks)
-    shape = parallelize.mesh_shape(hp, ranks.size, ranks.per_node)
-    n_micro_batches = derive_global_batch_size(hp, ranks.size) // (hp.batch_size * ranks.size)
-    offloads_state = ranks.on_gpu and hp.cpu_offload
+    shape = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node)
+    n_micro_batches = derive_global_batch_size(hp.data, ranks.size) // (
+        hp.data.batch_size * ranks.size
+    )
+    offloads_state = ranks.on_gpu and hp.parallel.cpu_offload
     live = LiveBytes(offloads_state=offloads_state)
     dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
     try:
         mesh = make_mesh("cpu", shape)
         with torch.device("meta"):
-            model = lora.add_adapters(Transformer(hp), hp, ranks.dtype)
+            model = lora.add_adapters(Transformer(hp.model), hp.lora, ranks.dtype)
         with FakeTensorMode(allow_non_fake_inputs=True), live.seeing_resized():
-            model = parallelize.parallelize(model, hp, mesh, ranks.dtype)
+            model = parallelize.parallelize(model, hp.parallel, mesh, ranks.dtype)
             limit = find_logits_limit(torch.device(ranks.device_type), int(ranks.memory))
             model.head.logits_limit = limit
-            optimizer = optim.Optimizer(hp, model.named_parameters(), compute_dtype=ranks.dtype)
+            optimizer = optim.Optimizer(
+                hp.optim, model.named_parameters(), compute_dtype=ranks.dtype
+            )
             for parameter in model.parameters():
                 live.add(parameter, HOST if offloads_state else PARAMETERS)
             for moment in optimizer.state_dict().values():
@@ -253,15 +257,15 @@ def estimate_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     of one of each kind more.
     """
     n_kinds = 1
-    if hp.layer_pattern is not None:
-        n_kinds = len(hp.layer_pattern)
+    if hp.model.layer_pattern is not None:
+        n_kinds = len(hp.model.layer_pattern)
     few = max(4, 2 * n_kinds)
     more = few + n_kinds
-    if hp.n_layers <= more:
+    if hp.model.n_layers <= more:
         return measure_step(hp, ranks)
-    of_few = measure_step(hp.model_copy(update={"n_layers": few}), ranks)
-    of_more = measure_step(hp.model_copy(update={"n_layers": more}), ranks)
-    times = (hp.n_layers - few) / n_kinds
+    of_few = measure_step(hp.replace(n_layers=few), ranks)
+    of_more = measure_step(hp.replace(n_layers=more), ranks)
+    times = (hp.model.n_layers - few) / n_kinds
     peaks: dict[str, Memory] = {}
     for phase, memory in of_few.items():
         peak = dict(memory)
@@ -285,10 +289,10 @@ def _without_masks(hp: Hyperparameters, ranks: Ranks) -> Hyperparameters:
     changes: dict[str, Any] = {"compile": False, "float8": None}
     if ranks.on_gpu:
         changes |= {"dropout": 0.0, "sliding_window": None}
-        if hp.layer_pattern is not None:
-            kinds = [k.model_copy(update={"sliding_window": None}) for k in hp.layer_pattern]
+        if hp.model.layer_pattern is not None:
+            kinds = [k.model_copy(update={"sliding_window": None}) for k in hp.model.layer_pattern]
             changes["layer_pattern"] = tuple(kinds)
-    return hp.model_copy(update=changes)
+    return hp.replace(**changes)
 
 
 def _step(
@@ -302,10 +306,10 @@ def _step(
     """Take a step as `Trainer` does."""
     _watch_backward(model, live)
     scaler = precision.LossScaler(ranks.dtype, torch.device("cpu"))
-    tokens = torch.zeros(hp.batch_size, hp.max_seq_len, dtype=torch.int64)
+    tokens = torch.zeros(hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64)
     for micro_batch in range(n_micro_batches):
         is_last = micro_batch == n_micro_batches - 1
-        parallelize.start_micro_step(model, hp, is_last)
+        parallelize.start_micro_step(model, hp.parallel, is_last)
         live.start_phase(FORWARD)
         loss = model(tokens, tokens)
         live.start_phase(BACKWARD_OF_LAST)

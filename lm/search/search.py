@@ -20,7 +20,7 @@ from lm import config, strict_yaml
 from lm.checkpoint.manifest import CheckpointError
 from lm.config import REPOSITORY, Hyperparameters
 from lm.data.loader import derive_global_batch_size
-from lm.data.run_data import DataConfig, open_data
+from lm.data.run_data import open_data
 from lm.data.tokens import check_token_files
 from lm.determined.search import Searcher, differences
 from lm.errors import ConfigError
@@ -34,7 +34,7 @@ from lm.search.experiment import Experiment, Point
 from lm.search.halving import Bracket, Replay, Standing, asha_brackets, single_bracket
 from lm.search.report import Row
 from lm.search.trials import Settings, Trial
-from lm.tasks.questions import TasksConfig, read_tasks
+from lm.tasks.questions import read_tasks
 from model import ModelConfig
 
 FORMAT = 1
@@ -84,7 +84,7 @@ class Search:
         if not accepted:
             assert isinstance(settings[0], ConfigError)
             raise settings[0]
-        self.name = accepted[0].hp.run_name or path.stem
+        self.name = accepted[0].hp.run.run_name or path.stem
         if "/" in self.name:
             raise ConfigError(f"run_name: {self.name!r} has a '/'; trials are in runs/NAME/trial-N")
         self.path = RunDir(self.name).path
@@ -126,20 +126,22 @@ class Search:
                 experiment.lines,
                 adapters.model_defaults,
             )
-            if hp.max_epochs is not None:
+            if hp.run.max_epochs is not None:
                 raise ConfigError("max_epochs: a search counts steps; set max_steps instead")
-            if hp.resume != "auto":
-                raise ConfigError(f"resume: {hp.resume} would discard a trial at every rung")
-            if hp.dataset == "jsonl" and hp.chat_template_date is None:
+            if hp.checkpoint.resume != "auto":
+                raise ConfigError(
+                    f"resume: {hp.checkpoint.resume} would discard a trial at every rung"
+                )
+            if hp.data.dataset == "jsonl" and hp.data.chat_template_date is None:
                 if self._date is None:
-                    self._date = _start_date(RunDir(hp.run_name or experiment.path.stem).path)
-                hp = hp.model_copy(update={"chat_template_date": self._date})
-            filled = {"seed": resolve_seed(hp, None), "max_steps": hp.run_length(None) or None}
-            hp = hp.model_copy(update=filled)
+                    self._date = _start_date(RunDir(hp.run.run_name or experiment.path.stem).path)
+                hp = hp.replace(chat_template_date=self._date)
+            max_steps = hp.run.run_length(None)
+            hp = hp.replace(seed=resolve_seed(hp.run.seed, None), max_steps=max_steps)
             searcher = Searcher.from_config(
-                contents, hp.run_length(None), hp.validation_rate or hp.report_rate
+                contents, max_steps, hp.metrics.validation_rate or hp.metrics.report_rate
             )
-            batch_size = derive_global_batch_size(hp, experiment.slots)
+            batch_size = derive_global_batch_size(hp.data, experiment.slots)
             return Settings(hp, searcher, batch_size, self._read_inputs(hp, searcher, batch_size))
         except ConfigError as error:
             return error
@@ -152,9 +154,9 @@ class Search:
         Raises:
             ConfigError: the data are wrong, or lack the searcher's metric.
         """
-        others = {"seed", "init_from", "vocab_size", "max_seq_len", *TasksConfig.model_fields}
-        of_data = hp.model_dump_json(include={*DataConfig.model_fields, *others})
-        key = f"{of_data} {batch_size} {searcher}"
+        model = hp.model.vocab_size, hp.model.max_seq_len
+        others = hp.run.seed, hp.checkpoint.init_from, batch_size, searcher
+        key = f"{hp.data} {hp.tasks} {model} {others}"
         if key not in self._inputs:
             self._inputs[key] = _find_inputs(hp, searcher, batch_size)
         inputs = self._inputs[key]
@@ -294,11 +296,13 @@ def _find_inputs(
 ) -> Mapping[str, Any] | ConfigError:
     """Return the inputs of a run; or what is wrong with them, or which metric they lack."""
     try:
-        assert hp.seed is not None
-        data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, hp.seed)
+        assert hp.run.seed is not None
+        data = open_data(
+            hp.data, hp.model.vocab_size, hp.model.max_seq_len, batch_size, hp.run.seed
+        )
         check_token_files(data.datasets, 0, 1)
-        check_searcher(searcher, hp, data)
-        tasks = read_tasks(hp.eval_tasks or (), hp.eval_limit)
+        check_searcher(searcher, hp.tasks, data)
+        tasks = read_tasks(hp.tasks.eval_tasks or (), hp.tasks.eval_limit)
         return fingerprint_inputs(hp, data, fingerprint_tasks(tasks))
     except ConfigError as error:
         return error

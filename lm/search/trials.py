@@ -68,7 +68,7 @@ class Settings:
 
     def flops_until(self, rung: int) -> float:
         """Return the FLOPs of all training steps until a rung."""
-        n_tokens = self.step_of(rung) * self.global_batch_size * self.hp.max_seq_len
+        n_tokens = self.step_of(rung) * self.global_batch_size * self.hp.model.max_seq_len
         return n_tokens * self.hp.training_flops_per_token
 
 
@@ -166,7 +166,7 @@ class Trial:
         return self._run_dir.config
 
     def _hyperparameters(self) -> dict[str, Any]:
-        return self.settings.hp.model_dump(mode="json") | {"run_name": self.run_name}
+        return self.settings.hp.to_flat() | {"run_name": self.run_name}
 
     def prepare(self) -> None:
         """Write the trial's config.yaml, from which it starts."""

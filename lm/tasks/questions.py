@@ -12,14 +12,14 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 
 from lm.data.files import read_blocks
 from lm.data.signatures import advise_encoding
 from lm.errors import ConfigError, oserror_as_config_error
-from lm.fields import Logged, Unlogged
+from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.tasks import mmlu
 from lm.tasks.task import Choice, Norm, Question, Task
@@ -45,7 +45,7 @@ _NORMS: dict[str | None, Norm] = {"acc_per_char": "char", "acc_per_token": "toke
 """By the `primary_metric` of a task of the package; that of all others is none."""
 
 
-class TasksConfig(BaseModel, frozen=True, extra="forbid"):
+class TasksConfig(Config, frozen=True):
     """Tasks that score the model during the run."""
 
     eval_tasks: Logged[list[str] | None] = Field(
@@ -54,12 +54,12 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
         " {context, choices, gold}",
         json_schema_extra={"aliases": ["tasks", "evaluators", "downstream_evaluators"]},
     )
-    eval_rate: Unlogged[int | None] = Field(
+    eval_rate: Annotated[Unlogged[int | None], Needs("eval_tasks")] = Field(
         None,
         gt=0,
         description="steps between scorings, a multiple of validation_rate; null = validation_rate",
     )
-    eval_limit: Unlogged[int | None] = Field(
+    eval_limit: Annotated[Unlogged[int | None], Needs("eval_tasks")] = Field(
         None, gt=0, description="questions of each task, the first ones; null = all"
     )
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
-from lm.fields import Fixed
+from lm.fields import Config, Fixed, Needs
 from model import Block, InitRule, ModelConfig, Transformer
 
 BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
@@ -34,7 +34,11 @@ UNSUPPORTED = {
 """keys of PEFT that are refused -> the reason"""
 
 
-class LoraConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+T = TypeVar("T")
+OfAdapters = Annotated[T, Needs("lora_rank")]
+
+
+class LoraConfig(Config, frozen=True):
     """Low-rank adapters, trained instead of the weights of `init_from`."""
 
     lora_rank: Fixed[int | None] = Field(
@@ -43,31 +47,21 @@ class LoraConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         description="rank of the adapters; null = train all weights",
         json_schema_extra={"aliases": ["lora_r"]},
     )
-    lora_alpha: Fixed[float] = Field(
+    lora_alpha: OfAdapters[Fixed[float]] = Field(
         16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
     )
-    use_rslora: Fixed[bool] = Field(
+    use_rslora: OfAdapters[Fixed[bool]] = Field(
         False, description="scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks"
     )
-    lora_dropout: Fixed[float] = Field(
+    lora_dropout: OfAdapters[Fixed[float]] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
     )
-    lora_targets: Fixed[list[str] | None] = Field(
+    lora_targets: OfAdapters[Fixed[list[str] | None]] = Field(
         None,
         min_length=1,
         description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
         json_schema_extra={"aliases": ["target_modules", "lora_target_modules"]},
     )
-
-    @model_validator(mode="after")
-    def _check_rank(self) -> LoraConfig:
-        if self.lora_rank is None:
-            fields = LoraConfig.model_fields.items()
-            unused = [key for key, field in fields if getattr(self, key) != field.default]
-            problems = [f"{key}: needs lora_rank; set it, or remove {key}" for key in unused]
-            if problems:
-                raise ValueError("\n".join(problems))
-        return self
 
     @property
     def lora_scale(self) -> float:

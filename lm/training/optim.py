@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from lm.fields import Fixed, Logged, Varied
+from lm.fields import Config, Fixed, Logged, Needs, Varied
 from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.transfer import UNSCALED, Scale, Transfer
 
@@ -20,7 +20,11 @@ ADAM_EPS = 1e-8
 """added to the root of AdamW's mean of squared gradients"""
 
 
-class OptimConfig(BaseModel, frozen=True, extra="forbid"):
+DECAYING = ("linear", "cosine", "wsd")
+"""schedules whose learning rate decays"""
+
+
+class OptimConfig(Config, frozen=True):
     """The optimizer, its learning rate schedule, and clipping."""
 
     optimizer: Fixed[Literal["adamw", "muon"]] = Field(
@@ -43,10 +47,10 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     warmup_steps: Varied[Logged[float]] = Field(
         0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
     )
-    decay_steps: Logged[float] = Field(
+    decay_steps: Annotated[Logged[float], Needs("lr_schedule", ("wsd",))] = Field(
         0.2, gt=0, description="length of wsd's decay (steps; below 1 a fraction of the run)"
     )
-    min_lr_ratio: Logged[float] = Field(
+    min_lr_ratio: Annotated[Logged[float], Needs("lr_schedule", DECAYING)] = Field(
         0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
     )
     weight_decay: Varied[Logged[float]] = Field(
@@ -56,7 +60,7 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     beta2: Logged[float] = Field(
         0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients"
     )
-    muon_momentum: Logged[float] = Field(
+    muon_momentum: Annotated[Logged[float], Needs("optimizer", ("muon",))] = Field(
         0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"
     )
     grad_clip: Logged[float | None] = Field(

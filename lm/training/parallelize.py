@@ -18,10 +18,10 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch._functorch import config as partitioner  # until it has a public name
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +40,7 @@ from torch.utils.checkpoint import (
 
 from lm import seeds
 from lm.errors import ConfigError
-from lm.fields import Logged
+from lm.fields import Config, Logged, Needs
 from lm.launch.console import announce
 from lm.runtime.world import MeshShape
 from lm.shards import local_rows
@@ -55,7 +55,10 @@ OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoin
 compiled (PyTorch 2.14 and newer); in compiled blocks they always do."""
 
 
-class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
+HYBRID = ("hybrid-full-shard", "hybrid-grad-shard")
+
+
+class ParallelConfig(Config, frozen=True):
     """Sharding, recomputation, offload, compilation and determinism."""
 
     sharding: Logged[
@@ -63,7 +66,7 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
     ] = Field(
         "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
     )
-    shard_group_size: Logged[int | None] = Field(
+    shard_group_size: Annotated[Logged[int | None], Needs("sharding", HYBRID)] = Field(
         None,
         gt=0,
         description="ranks per replica for hybrid strategies; null = the ranks of a node",

@@ -10,14 +10,14 @@ import importlib.util
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
 from lm.errors import ConfigError
-from lm.fields import Logged
+from lm.fields import Config, Logged
 
 
-class PrecisionConfig(BaseModel, frozen=True, extra="forbid"):
+class PrecisionConfig(Config, frozen=True):
     """Compute dtype."""
 
     amp_dtype: Logged[Literal["auto", "bfloat16", "float16"] | None] = Field(

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from determined import core
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from lm.errors import ConfigError
-from lm.fields import Unlogged
+from lm.fields import Config, Needs, Unlogged
 
 MAX_ALLOCATIONS = 100_000
 """Most recent allocations in a memory snapshot: tens of megabytes with their stacks."""
 
 
-class ProfilingConfig(BaseModel, frozen=True, extra="forbid"):
+TorchProfilerSteps = Annotated[Unlogged[tuple[int, int, int]], Needs("torch_profiler")]
+
+
+class ProfilingConfig(Config, frozen=True):
     """Profilers of Core API and PyTorch."""
 
     core_api_profiler: Unlogged[bool] = Field(
@@ -27,7 +31,7 @@ class ProfilingConfig(BaseModel, frozen=True, extra="forbid"):
     torch_profiler: Unlogged[bool] = Field(
         False, description="write PyTorch traces for TensorBoard, one file per rank"
     )
-    torch_profiler_steps: Unlogged[tuple[int, int, int]] = Field(
+    torch_profiler_steps: TorchProfilerSteps = Field(
         (1, 1, 2),
         description="steps to wait, to warm up and to trace, once, counted from the first step of"
         " the process",

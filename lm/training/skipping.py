@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from lm.errors import ConfigError
-from lm.fields import Logged
+from lm.fields import Config, Logged
 from lm.runtime.world import World
 
 WINDOW = 128
@@ -20,7 +20,7 @@ StepRange = tuple[StepNumber, StepNumber]
 """The first and the last step, as reports number them: a run's first step is 1."""
 
 
-class SkipConfig(BaseModel, frozen=True, extra="forbid"):
+class SkipConfig(Config, frozen=True):
     """Which steps are skipped, so that they change neither weights nor moments."""
 
     skip_nonfinite: Logged[int] = Field(

@@ -23,13 +23,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from lm.fields import Fixed
+from lm.fields import Config, Fixed
 from model import MAX_LAYERS, InitRule, ModelConfig, Transformer
 
 
-class TransferConfig(BaseModel, frozen=True, extra="forbid"):
+class TransferConfig(Config, frozen=True):
     """The size at which hyperparameters were tuned, from which they are scaled to the model's."""
 
     base_width: Fixed[int | None] = Field(

@@ -121,11 +121,11 @@ def train_reference(
     model: nn.Module, optimizer: torch.optim.Optimizer, hp: config.Hyperparameters, seed: int
 ) -> list[float]:
     """Train a model of transformers on the batches of a run; return the loss of each step."""
-    total = hp.total_batch_size or 0
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed)
-    batches = Loader(hp, data, total, 0, 1, torch.device("cpu")).training(0)
+    total = hp.data.total_batch_size or 0
+    data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, total, seed)
+    batches = Loader(hp.data, data, total, 0, 1, torch.device("cpu")).training(0)
     losses = []
-    for _ in range(hp.max_steps or 0):
+    for _ in range(hp.run.max_steps or 0):
         micro_batches = next(batches).micro_batches
         inputs = torch.cat([micro_batch.inputs for micro_batch in micro_batches])
         targets = torch.cat([micro_batch.targets for micro_batch in micro_batches])

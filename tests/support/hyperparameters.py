@@ -44,7 +44,7 @@ REQUEUED_RUN: dict[str, Any] = EXACT_RUN | {
 }
 """Hyperparameters of a run that a scheduler stops and requeues."""
 
-_KEYS = frozenset(config.Hyperparameters.model_fields)
+_KEYS = frozenset(config.FIELDS)
 
 
 def named_keys(error: Exception) -> set[str]:

@@ -34,7 +34,7 @@ def train_in_world(
     import fsdp  # changes signals and garbage collection: not in the processes of all tests
 
     hp = config.read_hyperparameters({"hyperparameters": hyperparameters}, [], "test")
-    run_dir = RunDir(hp.run_name or "test")
+    run_dir = RunDir(hp.run.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(
         distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
