@@ -7,6 +7,7 @@ The same file runs alone, under any launcher, and as a Determined trial. Read it
 main            read the configuration, join the other ranks
 train_together  open the Core API context; print an error once
 execute         the order of a run: preflight, build, resume, train, finish
+build_model     the model, wrapped with `fully_shard`
 Trainer         the parts of a run, and what is done with them; `train_steps` is the training loop
 
 Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks. A run
@@ -22,31 +23,35 @@ import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from lm.launch.startup import setup_environment
+if __name__ == "__main__":
+    from lm.launch.startup import setup_environment
 
-setup_environment()  # before torch is imported
+    setup_environment()  # before torch is imported
 
-# ruff: noqa: E402
 import determined as det
 import torch
 from determined import core
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lm import config, sampling, seeds
 from lm.checkpoint.checkpointer import Checkpointer, State
 from lm.checkpoint.manifest import TrainingProgress
-from lm.checkpoint.object_storage import BucketCheckpoints
-from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
+from lm.checkpoint.open_store import open_store
+from lm.checkpoint.store import CheckpointStore
 from lm.config import Hyperparameters
 from lm.data.loader import Batch, Loader
 from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
-from lm.determined.search import SearchStop, retry_warning, step_to_stop_at
-from lm.errors import ConfigError, RunError, error_prefix
+from lm.determined.search import SearchStop, read_experiment, step_to_stop_at
+from lm.errors import ConfigError, RunError
 from lm.hf import adapters, weights
 from lm.launch.console import announce, record_error
 from lm.launch.launch import Launch, exit_code_of_stop
@@ -63,11 +68,12 @@ from lm.runtime.run_dir import RunDir
 from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import PendingFlags, World
 from lm.tasks.scoring import Scorer, grade
-from lm.training import lora, optim, parallelize, precision, skipping
-from lm.training.profiling import run_profilers
+from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.transfer import Transfer
 from lm.units import format_bytes
 from model import Transformer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_job(args: Namespace) -> Job:
     """Read the hyperparameters: the trial's on a cluster, else the file's and the arguments'."""
     trial = master.trial_info()
-    experiment = None
-    if trial is not None:
-        experiment = master.experiment_config(trial)
-        warning = retry_warning(experiment)
-        if warning is not None:
-            announce(warning)
+    experiment = read_experiment(trial)
     hp = config.load_hyperparameters(
         args.config, args.overrides, adapters.model_defaults, experiment
     )
@@ -139,7 +140,7 @@ def train_together(job: Job, world: World) -> int:
             ) as context,
             watchdog,
         ):
-            store = open_store(job, world, context)
+            store = open_store(context.checkpoint, job.trial, job.run_dir, world)
             code = execute(job, world, context, store, watchdog)
             store.close(world)
             return code
@@ -153,24 +154,12 @@ def train_together(job: Job, world: World) -> int:
         return error.exit_code
 
 
-def open_store(job: Job, world: World, context: core.Context) -> CheckpointStore:
-    """Return where the run's checkpoints are: in a cluster's storage, in a bucket, on a disk."""
-    if job.trial is not None:
-        in_place = master.storage_is_file_system(job.trial)
-        latest = job.trial.latest_checkpoint
-        return ClusterCheckpoints(context.checkpoint, latest, writes_in_place=in_place)
-    assert job.run_dir is not None
-    if job.run_dir.url is None:
-        return LocalCheckpoints(job.run_dir.checkpoints, context.checkpoint)
-    with error_prefix("checkpoint_storage"), world.all_or_none():
-        return BucketCheckpoints(job.run_dir.url, job.run_dir.path)
-
-
 def execute(
     job: Job, world: World, context: core.Context, store: CheckpointStore, watchdog: Watchdog
 ) -> int:
     """Run from the first check to the last message. Return the exit code."""
     with world.all_or_none():
+        # hp.precision.amp_dtype, where "auto" is the best dtype of the device
         amp_dtype = precision.compute_dtype(job.hp.precision, world.device)
     run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
     # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
@@ -188,6 +177,39 @@ def execute(
         trainer.train()
         logger.set_status("stopped" if trainer.stopping else "completed")
     return trainer.finish()
+
+
+def build_model(
+    hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | None
+) -> Transformer:
+    """Build the model on the meta device, shard it with FSDP2, and allocate this rank's shards.
+
+    Args:
+        mesh: of the dimensions "replicate", if there are several replicas, and "shard".
+        amp_dtype: of the parameters that are gathered, of forward and of backward; None = float32.
+            The shards, which the optimizer updates, are float32.
+    """
+    with torch.device("meta"):
+        model = lora.add_adapters(Transformer(hp.model), hp.lora, amp_dtype)
+    parallelize.transform_blocks(model, hp.parallel, mesh, hp.precision.float8)
+    fsdp_options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=amp_dtype,
+            reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),  # of gradients
+            # Embeddings already have this dtype, and the rotary angles have to stay float32.
+            cast_forward_inputs=False,
+        ),
+        "reshard_after_forward": hp.parallel.reshard_after_forward,
+        "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
+    }
+    if hp.parallel.layer_wrap:
+        for unit in model.fsdp_units():  # the embedding, each block, the head
+            fully_shard(unit, **fsdp_options)
+    fully_shard(model, **fsdp_options)
+    parallelize.tune_gathers(model, hp.precision.float8)
+    model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
+    return model
 
 
 class Trainer:
@@ -220,13 +242,8 @@ class Trainer:
         self.sampled = False
         """whether the sample of this step was logged"""
 
-        with torch.device("meta"):
-            model = lora.add_adapters(Transformer(hp.model), hp.lora, run.amp_dtype)
-        mesh = world.device_mesh(run.mesh)
         transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
-        self.model = parallelize.parallelize(
-            model, hp.parallel, mesh, run.amp_dtype, hp.precision.float8
-        )
+        self.model = build_model(hp, world.device_mesh(run.mesh), run.amp_dtype)
         parallelize.initialize_parameters(self.model, run.seed, transfer)
         for line in [*run.notes(), run.summary(world)]:
             logger.info(line)
@@ -255,7 +272,7 @@ class Trainer:
         )
 
     def state(self) -> State:
-        """Return the live tensors that a checkpoint holds."""
+        """Return the live tensors that a checkpoint holds: DTensors, of which a rank has shards."""
         return {
             "model": lora.trained_parameters(self.model),
             "optim": self.optimizer.state_dict(),
@@ -298,26 +315,31 @@ class Trainer:
         self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
 
     def train(self) -> None:
-        """Train to the last step, or until asked to stop.
-
-        core_api_profiler turns on Core API's profiler, torch_profiler PyTorch's, memory_snapshot
-        the recording of allocations.
-        """
+        """Train to the last step, or until asked to stop, under the profilers that are on."""
+        switches = self.hp.profiling
         traces = self.context.train.get_tensorboard_path()
         if self.run.run_dir is not None:
             traces = self.run.run_dir.traces
-        steps_left = self.run.max_steps - self.step
-        with run_profilers(
-            self.hp.profiling,
-            self.context.profiler,
-            traces,
-            self.world.rank,
-            steps_left,
-            self.logger.info,
-        ) as profiler_step:
+        log = self.logger.info
+        with ExitStack() as profilers:
+            profiler_step = None
+            if switches.core_api_profiler:
+                profilers.enter_context(profiling.run_core_api_profiler(self.context.profiler, log))
+            if switches.memory_snapshot:
+                snapshot = traces / f"rank{self.world.rank}.memory.pickle"
+                profilers.enter_context(profiling.record_memory(snapshot))
+            if switches.torch_profiler:
+                torch_profiler = profiling.torch_profiler(
+                    switches.torch_profiler_steps,  # to wait, to warm up, to trace
+                    traces,
+                    self.world.rank,
+                    self.run.max_steps - self.step,
+                    log,
+                )
+                profiler_step = profilers.enter_context(torch_profiler).step
             self.train_steps(profiler_step)
 
-    def train_steps(self, profiler_step: Callable[[], None]) -> None:
+    def train_steps(self, profiler_step: Callable[[], None] | None) -> None:
         """The training loop. `profiler_step` tells PyTorch's profiler that a step has ended."""
         batches = self.loader.training(self.step)
         # `setup_environment` disabled automatic collection, which would stop the ranks at
@@ -338,7 +360,8 @@ class Trainer:
                 loss_sum = self.forward_backward(batch)
                 agreement = self.start_agreement()
                 self.update_weights(batch, loss_sum)
-            profiler_step()
+            if profiler_step is not None:
+                profiler_step()
             self.step += 1
             self.validation_loss = None
             self.sampled = False
@@ -375,13 +398,13 @@ class Trainer:
         The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
         """
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
-        grad_norm, nonfinite = self.optimizer.clip_grad_norm(self.scaler.scale)
+        grad_norm, nonfinite, divisor = self.optimizer.measure_gradients(self.scaler.scale)
         skipped = self.spikes.find_skipped(
             self.world, loss_sum, batch.n_target_tokens, grad_norm, nonfinite
         )
         # A checkpoint's copy must be complete before the optimizer changes what it copies.
         self.checkpointer.protect_copy()
-        self.optimizer.step(lr, skipped)
+        self.optimizer.step(lr, divisor, skipped)
         self.optimizer.zero_grad()
         self.scaler.update(nonfinite)
         self.accumulator.add(
@@ -405,26 +428,30 @@ class Trainer:
             self.stopping = True
             self.search_stop.reason = f"as stop_at_step is {stop}; rerun without it to resume"
 
-    def is_due(self, rate: int | None) -> bool:
-        """Return whether what is done every `rate` steps, and after the last one, is done now.
+    def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield `items`, as many on every rank, until the ranks agree after one of them to stop."""
+        for item in items:
+            yield item
+            self.stopping = self.world.any_rank(self.asked_to_stop())
+            if self.stopping:
+                return
 
-        Once the run is stopping, nothing is due: it only saves. None = never.
+    def is_due(self, rate: int | None) -> bool:
+        """Return whether what is done every `rate` steps, and after the last one, is due now.
+
+        None = never.
         """
-        if rate is None or self.stopping:
+        if rate is None:
             return False
         if self.step >= self.run.max_steps:
             return True
         return self.step > 0 and self.step % rate == 0
 
     def complete_resumed_step(self) -> None:
-        """Report and evaluate after the resumed step, where a stop prevented it.
+        """Evaluate after the resumed step, where a stop prevented it.
 
         And save what is new, or else the same evaluation would be due at the next start.
         """
-        was_shortened = self.step > self.run.max_steps  # max_steps is less than at the last start
-        has_unreported_steps = self.accumulator.n_steps > 0
-        if has_unreported_steps and not was_shortened and self.is_due(self.hp.metrics.report_rate):
-            self.report()
         saved = self.validation_loss, self.sampled
         self.evaluate()
         is_new = (self.validation_loss, self.sampled) != saved
@@ -437,14 +464,21 @@ class Trainer:
         gc.collect()
         metrics, n_skipped = self.accumulator.report()
         lr = optim.learning_rate(self.hp.optim, self.step - 1, self.run.max_steps)
-        self.logger.log("training", self.step, metrics | {"lr": lr})
+        self.log_metrics("training", metrics | {"lr": lr})
         skipping.check_skipped(self.hp.skipping, self.step, n_skipped)
 
+    def log_metrics(self, group: str, metrics: Mapping[str, float]) -> None:
+        """Log metrics of this step, and report them to Determined: the Web UI and the search."""
+        self.logger.log(group, self.step, metrics)
+        if self.world.rank == 0:
+            self.context.train.report_metrics(group, self.step, dict(metrics))
+
     def evaluate(self) -> None:
-        """Validate and sample where that is due and not yet done."""
-        if self.validation_loss is None and self.is_due(self.run.validation_rate):
+        """Validate and sample where that is due and not yet done, unless the run is stopping."""
+        is_validated = self.validation_loss is not None
+        if not self.stopping and not is_validated and self.is_due(self.run.validation_rate):
             self.validate()
-        if not self.sampled and self.is_due(self.run.sample_rate):
+        if not self.stopping and not self.sampled and self.is_due(self.run.sample_rate):
             self.sample()
 
     def validate(self) -> None:
@@ -455,12 +489,10 @@ class Trainer:
         sums = ValidationSums(self.run.data.validation, self.loader.validation_bytes, self.world)
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
-            for number, batch in self.loader.validation():  # as many on every rank
+            for number, batch in self.until_stopped(self.loader.validation()):
                 sums.add(number, self.model(*batch), batch.targets)
-                self.stopping = self.world.any_rank(self.asked_to_stop())
-                if self.stopping:
-                    return  # in eval mode, as no step follows
-            self.model.train()
+            if self.stopping:
+                return
             metrics = sums.metrics()
         loss = metrics["loss"]
         if not math.isfinite(loss):
@@ -471,7 +503,8 @@ class Trainer:
             metrics |= self.score_tasks()
             if self.stopping:
                 return
-        self.logger.log("validation", self.step, metrics)
+        self.model.train()
+        self.log_metrics("validation", metrics)
         self.validation_loss = loss
         with self.accumulator.paused():
             if self.search_stop.decides_after(self.step):  # waits until the search has decided
@@ -483,41 +516,33 @@ class Trainer:
         with self.accumulator.paused(), self.logger.status("scoring tasks"):
             for task in self.run.tasks:
                 scorer = Scorer(task, self.model, self.world)
-                for _ in scorer.score():  # in eval mode, without gradients
-                    self.stopping = self.world.any_rank(self.asked_to_stop())
-                    if self.stopping:
-                        return metrics
+                for _ in self.until_stopped(scorer.score()):  # in eval mode, without gradients
+                    pass
+                if self.stopping:
+                    break
                 metrics |= grade(task, scorer.gather()).metrics()
-            self.model.train()
         return metrics
 
     def sample(self) -> None:
         """Log a continuation of the prompt."""
         tokenizer = self.run.data.tokenizer
         assert tokenizer is not None
-        tokens: list[int] = []
         with self.accumulator.paused(), self.logger.status("sampling"):
             # Past the end of the text, which is cut below: the ranks gather shards together, so
             # all sample as many tokens.
-            for token in sampling.generate(  # in eval mode, without gradients
+            sampled = sampling.generate(  # in eval mode, without gradients
                 self.model,
                 self.run.prompt,
                 self.hp.run.num_tokens,
                 device=self.world.device,
                 seed=self.run.seed,
-                settings=sampling.Sampling(temperature=0.8, top_k=50),
-            ):
-                self.stopping = self.world.any_rank(self.asked_to_stop())
-                if self.stopping:
-                    return
-                tokens.append(token)
+                settings=sampling.SAMPLES,
+            )
+            tokens = list(self.until_stopped(sampled))
+            if self.stopping:
+                return
             self.model.train()
-        stop_ids = tokenizer.stop_ids
-        if self.hp.data.dataset == "jsonl":  # whose chats the template has rendered
-            stop_ids = tokenizer.chat_stop_ids
-        stops = [i for i, token in enumerate(tokens) if token in stop_ids]
-        if stops:
-            del tokens[stops[0] :]
+        tokens = sampling.before_stop(tokens, self.run.stop_ids)
         text = tokenizer.decode(tokens, after=self.run.prompt)
         self.logger.log_sample(self.step, tokenizer.decode(self.run.prompt), text)
         self.sampled = True
@@ -525,8 +550,9 @@ class Trainer:
     def save(self, wait: bool) -> None:
         """Start to save a checkpoint once the last one is committed; `wait` commits this one too.
 
-        When its files are complete, rank 0 deletes the checkpoints that keep_checkpoints does not
-        keep.
+        Every rank writes its shards to a file, which the store saves through Core API's checkpoint
+        context. When all files are complete, rank 0 deletes the checkpoints that keep_checkpoints
+        does not keep.
         """
         metric_sums = self.accumulator.state_dict()  # without the time of this save
         with self.accumulator.saving(), self.logger.status("saving"):
@@ -557,14 +583,17 @@ class Trainer:
         """Acknowledge a preemption, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
-            if self.run.trial is None and self.search_stop.reason is None:
-                code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
-            # After an acknowledgement, exit code 0 means that the trial resumes; else, as after the
-            # search has stopped it, that it is complete. Off the cluster, this does nothing.
-            if self.world.rank == 0 and self.search_stop.reason is None:
-                self.context.preempt.acknowledge_preemption_signal()
+            reason = self.search_stop.reason
+            if reason is None:
+                reason = self.run.how_to_resume(self.step)
+                if self.run.trial is None:
+                    code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
+                # After this, exit code 0 means that the trial resumes; without, as after the search
+                # has stopped it, that it is complete. Off the cluster, this does nothing.
+                if self.world.rank == 0:
+                    self.context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"
-            self.logger.info(f"stopped after {step} {self.why_stopped()}")
+            self.logger.info(f"stopped after {step} {reason}")
         else:
             for line in self.run.ways_to_extend_trial():
                 self.logger.info(line)
@@ -574,15 +603,6 @@ class Trainer:
             # Its files are closed, so that the report is complete; it still prints.
             self.logger.info(f"curves and traces: make board; report: {report}")
         return code
-
-    def why_stopped(self) -> str:
-        """Return on rank 0 who stopped the run, and what makes it resume."""
-        if self.search_stop.reason is not None:
-            return self.search_stop.reason
-        if self.run.trial is not None:
-            resumes = "when it is activated or has its slots again, unless it was canceled"
-            return f"as requested; the trial resumes from step {self.step} {resumes}"
-        return f"as requested; {self.hp.checkpoint.rerun} to resume"
 
 
 if __name__ == "__main__":

@@ -119,8 +119,12 @@ def train_ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     """Train with `fsdp.execute`, including data and reports."""
     from determined import core
 
+    from lm.launch.startup import setup_environment
+
+    setup_environment()
     import fsdp
     from benchmarks.observer import StepObserver
+    from lm.checkpoint.open_store import open_store
     from lm.determined.context import TorchDistributedContext
     from lm.runtime.run_dir import RunDir
 
@@ -129,7 +133,7 @@ def train_ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     storage = str(run_dir.checkpoints.absolute())
     with core.init(distributed=distributed, checkpoint_storage=storage) as context:
         job = fsdp.Job(hp, None, run_dir)
-        store = fsdp.open_store(job, world, context)
+        store = open_store(context.checkpoint, None, run_dir, world)
         fsdp.execute(job, world, context, store, StepObserver(world, pacer))
 
 

@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import fsdp  # sets up the environment before torch is imported
+from lm.launch.startup import setup_environment
 
-# isort: split
+setup_environment()  # before torch is imported
+
+# ruff: noqa: E402
 import torch
 import torch.nn.functional as F
 from determined import core
@@ -35,6 +37,7 @@ from torch._inductor import config as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+import fsdp
 import model
 from benchmarks import gpu
 from benchmarks.common import REPOSITORY, STEP, compute_shares
@@ -285,13 +288,9 @@ class Bench:
         """
         hp = self.make_hyperparameters(settings)
         loop = gpu.read_rows(self._out)[point]
-        with torch.device("meta"):
-            transformer = model.Transformer(hp.model)
         mesh = self.world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
         dtype = precision.compute_dtype(hp.precision, self.device)
-        transformer = parallelize.parallelize(
-            transformer, hp.parallel, mesh, dtype, hp.precision.float8
-        )
+        transformer = fsdp.build_model(hp, mesh, dtype)
         parallelize.initialize_parameters(transformer, 0)
         optimizer = optim.Optimizer(hp.optim, transformer.named_parameters(), compute_dtype=dtype)
         n_micro_steps = derive_global_batch_size(hp.data, 1) // hp.data.batch_size
@@ -302,13 +301,12 @@ class Bench:
 
         def step() -> None:
             for micro_step in range(n_micro_steps):
-                parallelize.start_micro_step(
-                    transformer, hp.parallel, micro_step == n_micro_steps - 1
-                )
+                is_last = micro_step == n_micro_steps - 1
+                parallelize.start_micro_step(transformer, hp.parallel, is_last)
                 loss_sum = transformer(inputs, targets)
                 (loss_sum / n_tokens).backward()
-            _, nonfinite = optimizer.clip_grad_norm(scale)
-            optimizer.step(hp.optim.lr, nonfinite)
+            _, nonfinite, divisor = optimizer.measure_gradients(scale)
+            optimizer.step(hp.optim.lr, divisor, nonfinite)
             optimizer.zero_grad()
 
         self.time_calls(step, WARMUP, 0)

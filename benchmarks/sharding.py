@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import TensorBytes, launch_command, make_environment
 from lm.config import Hyperparameters
-from lm.plan.fit import count_state
+from lm.memory import count_state
 from lm.training import parallelize
 from model import Transformer
 

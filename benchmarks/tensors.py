@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import TensorBytes
 from benchmarks.observer import StepObserver
 from lm import config
+from lm.checkpoint.open_store import open_store
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
@@ -56,7 +57,7 @@ def measure_run(
     with suppress(StopIteration):
         run_dir = RunDir(name)
         job = fsdp.Job(hp, None, run_dir)
-        store = fsdp.open_store(job, world, context)
+        store = open_store(context.checkpoint, None, run_dir, world)
         observer = StepObserver(world, lambda _: next(stages))
         fsdp.execute(job, world, context, store, observer)
     gc.unfreeze()

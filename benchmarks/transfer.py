@@ -162,8 +162,9 @@ class Run:
             (micro_batch,) = batch.micro_batches
             loss = self.model(*micro_batch) / batch.n_target_tokens
             loss.backward()
-            _, skipped = self.optimizer.clip_grad_norm(1.0)
-            self.optimizer.step(optim.learning_rate(self.hp.optim, step, N_STEPS), skipped)
+            _, skipped, divisor = self.optimizer.measure_gradients(1.0)
+            lr = optim.learning_rate(self.hp.optim, step, N_STEPS)
+            self.optimizer.step(lr, divisor, skipped)
             self.optimizer.zero_grad()
 
     @torch.no_grad()

@@ -1,10 +1,12 @@
 """The parts of the trainer, floor by floor.
 
+8  lm.plan                                       a command: the memory of a step of the run
 7  fsdp.py                                       the run, top to bottom
 7  lm.search                                     a command: many runs
 6  lm.preflight                                  what a run is, decided once
-5  lm.plan, lm.generate, lm.prepare, lm.report   commands
+5  lm.generate, lm.prepare, lm.report            commands
 5  lm.evaluate                                   another: the score of tasks
+5  lm.memory                                     whether the ranks have room for what a run keeps
 5  lm.resume                                     which checkpoint a run resumes from
 4  lm.config, lm.hf                              all hyperparameters; Hugging Face models
 3  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks

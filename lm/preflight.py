@@ -12,7 +12,7 @@ import stat
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -37,7 +37,7 @@ from lm.hf.base import find_base, fingerprint_weights
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
-from lm.plan.fit import MemoryCheck, check_memory
+from lm.memory import MemoryCheck, check_memory
 from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
@@ -151,6 +151,23 @@ class ResolvedRun:
         """Return whether nothing is left to do; if so, print how to extend the run."""
         samples = self.sample_rate is not None
         return is_complete(self.resume_plan, store, self.info, self.max_steps, samples, world)
+
+    @property
+    def stop_ids(self) -> Collection[int]:
+        """Tokens that end a sample."""
+        tokenizer = self.data.tokenizer
+        if tokenizer is None:
+            return ()
+        if self.hp.data.dataset == "jsonl":  # whose chats the template has rendered
+            return tokenizer.chat_stop_ids
+        return tokenizer.stop_ids
+
+    def how_to_resume(self, step: int) -> str:
+        """Return what makes a run resume that was stopped after `step` steps."""
+        if self.trial is None:
+            return f"as requested; {self.hp.checkpoint.rerun} to resume"
+        resumes = "when it is activated or has its slots again, unless it was canceled"
+        return f"as requested; the trial resumes from step {step} {resumes}"
 
     def ways_to_extend_trial(self) -> list[str]:
         """Return lines on how the platform continues a complete trial, if it is the only one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,10 @@ class Sampling:
     min_p: float | None = None
     """Only tokens remain that are at least min_p times as likely as the most likely one (Nguyen et
     al., 2025)."""
+
+
+SAMPLES = Sampling(temperature=0.8, top_k=50)
+"""Settings of a run's samples."""
 
 
 def penalize_repetitions(logits: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
@@ -202,3 +207,8 @@ def generate(
     for (token,) in steps:
         if token is not None:
             yield token
+
+
+def before_stop(tokens: Sequence[int], stop_ids: Collection[int]) -> list[int]:
+    """Return the tokens before the first stop id."""
+    return list(itertools.takewhile(lambda token: token not in stop_ids, tokens))

@@ -20,9 +20,9 @@ from benchmarks.common import SHARES, STEP, compute_shares
 from benchmarks.curves import compute_deviations
 from benchmarks.sharding import PARTS, STRATEGIES, count_gathered_bytes, run_ranks
 from lm.config import Hyperparameters
+from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.plan import fit
-from lm.plan.step import Ranks
 from lm.training.parallelize import mesh_shape
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
@@ -128,7 +128,7 @@ def test_sharding_memory_equals_the_formulas() -> None:
             4 * hp.model.n_parameters // shards * times for times in (1, 1, 2)
         ]
         assert sum(getattr(found, part) for part in PARTS) == (
-            fit.count_state(hp, torch.bfloat16).total // shards
+            count_state(hp, torch.bfloat16).total // shards
         )
         assert found.gathered == count_gathered_bytes(hp, shards), hp.parallel.sharding
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+import fsdp
 from benchmarks.observer import StepObserver
 from lm import config
 from lm.checkpoint.store import ClusterCheckpoints
@@ -105,14 +106,12 @@ def gradients(world: World | None, settings: dict[str, Any], has_documents: bool
     parallelize.initialize_parameters(plain, 7)
     model, device = plain, torch.device("cpu")
     if world is not None:
-        with torch.device("meta"):
-            model = Transformer(hp.model)
         device = world.device
         mesh, dtype = (
             world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1)),
             precision.compute_dtype(hp.precision, device),
         )
-        model = parallelize.parallelize(model, hp.parallel, mesh, dtype, hp.precision.float8)
+        model = fsdp.build_model(hp, mesh, dtype)
         parallelize.initialize_parameters(model, 7)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
@@ -183,8 +182,6 @@ def execute(
     world: World, settings: dict[str, Any], folder: Path, on_step_start: Callable[[int], None]
 ) -> list[Any]:
     """The metrics of every step of a run, which `on_step_start` ends by raising StopIteration."""
-    import fsdp  # changes signals and garbage collection: not in the process of the tests
-
     reports: list[dict[str, float]] = []
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
@@ -222,10 +219,8 @@ def train(world: World, **settings: Any) -> list[dict[str, float]]:
 def attention(world: World) -> set[str]:
     """The operators that causal attention calls."""
     hp = read(RUN)
-    with torch.device("meta"):
-        model = Transformer(hp.model)
     mesh = world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
-    model = parallelize.parallelize(model, hp.parallel, mesh, torch.bfloat16)
+    model = fsdp.build_model(hp, mesh, torch.bfloat16)
     parallelize.initialize_parameters(model, 7)
     tokens = torch.zeros(2, hp.model.max_seq_len, dtype=torch.int64, device=world.device)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -243,8 +238,6 @@ def collectives(world: World) -> tuple[str, list[float]]:
 
 def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dict[str, bool]]:
     """By step of three checkpoints and tensor, whether its bytes are those of the training."""
-    import fsdp
-
     build = fsdp.Trainer
     trainers: list[fsdp.Trainer] = []
     expected: dict[int, dict[str, torch.Tensor]] = {}
@@ -293,10 +286,8 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
 def copies(world: World) -> dict[str, float]:
     """By direction, the share of the time of offloading's copies in which kernels run."""
     hp = read(RUN | {"activation_offload": True})
-    with torch.device("meta"):
-        model = Transformer(hp.model)
     mesh = world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
-    model = parallelize.parallelize(model, hp.parallel, mesh, torch.bfloat16)
+    model = fsdp.build_model(hp, mesh, torch.bfloat16)
     parallelize.initialize_parameters(model, 7)
     tokens = torch.zeros(
         hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64, device=world.device

@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fsdp import build_model
 from lm.checkpoint import tensor_files
 from lm.checkpoint.tensor_files import TensorSlice
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.runtime.world import MeshShape, World
-from lm.training.parallelize import ParallelConfig, parallelize
 from model import Transformer
 from tests.support.hf import (
     GPT2,
@@ -439,14 +439,8 @@ def test_init_from_damaged_weights_end_the_run_on_all_ranks(
 
 def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     """Bytes of the files that this rank reads for its half of the weights, and their total."""
-    with torch.device("meta"):
-        model = Transformer(weights.open_model(Path(folder)).config)
-    parallelize(
-        model,
-        ParallelConfig.model_validate({}),
-        world.device_mesh(MeshShape(1, world.size)),
-        None,
-    )
+    hp = read_with_model_defaults({"init_from": folder})
+    model = build_model(hp, world.device_mesh(MeshShape(1, world.size)), None)
     read = 0
     read_rows = tensor_files._read_rows
 

@@ -968,17 +968,6 @@ def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
     JsonlDataset([file], tokenizer, 512)
 
 
-@pytest.mark.parametrize("dataset", ["synthetic", "text"])
-def test_keys_of_jsonl_are_refused_for_other_data(dataset: str) -> None:
-    keys = {"loss_on": "completion", "chat_template": "qwen3"}
-    config = DataConfig.model_validate({"dataset": dataset} | keys)
-    with pytest.raises(ConfigError) as error:
-        open_data(config, 264, 16, 2, 0)
-    problems = [problem.partition(":")[0] for problem in error.value.problems]
-    assert problems == ["loss_on", "chat_template"]
-    assert "dataset: jsonl" in str(error.value)
-
-
 def test_chat_template_kwargs_must_be_read(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"messages": ANSWER}] * 40)
     chats = {"dataset": "jsonl", "train_data": f"{tmp_path}/a.jsonl", "chat_template": "qwen3"}

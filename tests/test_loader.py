@@ -162,13 +162,6 @@ def train_dataset(data: Data) -> Dataset:
     return dataset
 
 
-@pytest.mark.parametrize("key", ["train_data", "val_data", "tokenizer"])
-def test_synthetic_data_with_files_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        open_data(config(**{key: "somewhere"}), 100, 8, 1, 0)
-    assert named_keys(error.value) >= {key, "dataset"}
-
-
 def test_synthetic_samples_are_ten_fixed_batches() -> None:
     data, other = (
         open_data(config(), vocab_size=100, seq_len=8, global_batch_size=3, seed=seed)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from fsdp import build_model
 from lm import config, generate
 from lm.checkpoint.contents import load_weights
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
@@ -24,7 +25,7 @@ from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import adapters, export, families, weights
 from lm.hf import base as hf_base
-from lm.plan import fit
+from lm.memory import count_state
 from lm.resume import ResumePlan, load_checkpoint
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
@@ -48,7 +49,13 @@ from tests.support.hf import (
 )
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.models import unit_sizes
-from tests.support.parallelism import AMP_DTYPES, EQUIVALENT_OPTIONS, STRATEGIES, train_each
+from tests.support.parallelism import (
+    AMP_DTYPES,
+    EQUIVALENT_OPTIONS,
+    STRATEGIES,
+    sharding_of,
+    train_each,
+)
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
 from tests.support.step_counts import count_steps_of_each
@@ -255,9 +262,8 @@ def test_lora_dropout_is_repeated_by_recomputation(losses: dict[str, list[float]
 def test_lora_on_groups_of_ranks_trains_as_on_one(
     bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path
 ) -> None:
-    grouped = {"shard_group_size": 2, "batch_size": 1}
     runs = {
-        name: settings(bases["llama"], sharding=name, **grouped)
+        name: settings(bases["llama"], **sharding_of(name, 4), batch_size=1)
         for name in STRATEGIES
         if "hybrid" in name
     }
@@ -285,10 +291,8 @@ def built(
     world: World, hyperparameters: dict[str, Any], dtype: torch.dtype | None
 ) -> tuple[Transformer, Any]:
     hp = read_with_model_defaults(hyperparameters)
-    with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp.model), hp.lora, dtype)
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
-    model = parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), dtype)
+    model = build_model(hp, world.device_mesh(shape), dtype)
     parallelize.initialize_parameters(model, 7)
     weights.load_into(model, str(hp.checkpoint.init_from), world, lambda _: None)
     return model, optim.Optimizer(hp.optim, model.named_parameters())
@@ -321,7 +325,7 @@ def test_lora_base_is_frozen_sharded_and_in_compute_dtype(bases: dict[str, Path]
     hyperparameters = settings(bases["llama"], lora_rank=4)
     hp = read_with_model_defaults(hyperparameters)
     adapters = hp.n_trained_parameters
-    state = fit.count_state(hp, torch.bfloat16).total // 2
+    state = count_state(hp, torch.bfloat16).total // 2
     for found in run_ranks(2, sizes, hyperparameters):
         assert found == {"base": hp.model.n_parameters, "adapters": 2 * adapters} | {
             "gradients": 2 * adapters,

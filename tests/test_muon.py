@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp import build_model
 from lm import config
 from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import muon, optim, parallelize
 from lm.training.optim import OptimConfig
-from model import Transformer
 from tests.support.hyperparameters import EXACT_RUN, TINY, named_keys
-from tests.support.parallelism import STRATEGIES
+from tests.support.parallelism import STRATEGIES, sharding_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, run_fsdp
 
@@ -83,8 +83,8 @@ def fill_gradients(model: nn.Module, seed: int) -> None:
 
 
 def take_step(optimizer: optim.Optimizer, lr: float = 0.01) -> Tensor:
-    _, skipped = optimizer.clip_grad_norm(1.0)
-    optimizer.step(lr, skipped)
+    _, skipped, divisor = optimizer.measure_gradients(1.0)
+    optimizer.step(lr, divisor, skipped)
     optimizer.zero_grad()
     return skipped
 
@@ -141,8 +141,9 @@ def test_optimizer_skips_a_finite_gradient_as_told(name: str) -> None:
     tensors = model.state_dict() | optimizer.state_dict()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     fill_gradients(model, 1)
-    assert optimizer.clip_grad_norm(1.0)[1] == 0
-    optimizer.step(0.01, torch.ones(()))
+    _, nonfinite, divisor = optimizer.measure_gradients(1.0)
+    assert nonfinite == 0
+    optimizer.step(0.01, divisor, torch.ones(()))
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 
@@ -188,13 +189,10 @@ def full(tensor: Tensor) -> Tensor:
 
 def train_on_equal_gradients(world: World, sharding: str) -> dict[str, Tensor]:
     """Muon's weights and momentums after three steps whose gradients depend on their names only."""
-    group = 2 if world.size == 4 else None
-    settings = UNEVEN | {"sharding": sharding, "shard_group_size": group, "weight_decay": 0.1}
+    settings = UNEVEN | sharding_of(sharding, world.size) | {"weight_decay": 0.1}
     hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
-    with torch.device("meta"):
-        model = Transformer(hp.model)
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), None)
+    model = build_model(hp, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, 7)
     optimizer = optim.Optimizer(hp.optim, model.named_parameters())
     for step in range(3):

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from fsdp import build_model
 from lm.config import Hyperparameters
 from lm.runtime.world import MeshShape, World
-from lm.training import lora, parallelize
-from model import Transformer
+from lm.training import parallelize
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.ranks import in_world, run_ranks
 
@@ -95,8 +95,6 @@ def gradients(
 ) -> tuple[list[Tensor], list[int]]:
     """The gradients of the last of several steps, and the host memory that each step allocates."""
     hp, allocated = Hyperparameters.from_flat(BASE | settings), list[int]()
-    with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp.model), hp.lora, None)
     mesh = world.device_mesh(MeshShape(1, 1))
     empty_like: Callable[..., Tensor] = torch.empty_like
 
@@ -106,7 +104,7 @@ def gradients(
         return made
 
     with patch.object(torch, "get_device_module", lambda _: backend):
-        parallelize.parallelize(model, hp.parallel, mesh, None)
+        model = build_model(hp, mesh, None)
         parallelize.initialize_parameters(model, 7)
     parameters = list(model.parameters())  # sharded
     with torch.no_grad():

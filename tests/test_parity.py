@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch._inductor import config as inductor
 from torch.distributed.tensor import DTensor
 
+from fsdp import build_model
 from lm import config
 from lm.checkpoint.tensor_files import read_headers
 from lm.data.run_data import open_data
@@ -295,9 +296,7 @@ def test_deterministic_selects_deterministic_kernels() -> None:
         hp = config.read_hyperparameters(
             {"hyperparameters": PARITY_RUN | {"deterministic": True}}, [], "test"
         )
-        with torch.device("meta"):
-            model = Transformer(hp.model)
-        parallelize.parallelize(model, hp.parallel, world.device_mesh(MeshShape(1, 1)), None)
+        model = build_model(hp, world.device_mesh(MeshShape(1, 1)), None)
         parallelize.initialize_parameters(model, 7)
         return torch.are_deterministic_algorithms_enabled()
 
@@ -317,10 +316,8 @@ def initial_weights(
         hp = config.read_hyperparameters(
             {"hyperparameters": PARITY_RUN | changes | {"sharding": sharding}}, [], "test"
         )
-        with torch.device("meta"):
-            model = Transformer(hp.model)
         shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
-        parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), None)
+        model = build_model(hp, world.device_mesh(shape), None)
         parallelize.initialize_parameters(model, 7)
         parameters = dict(model.named_parameters())
         full = {name: cast(DTensor, p).full_tensor() for name, p in parameters.items()}

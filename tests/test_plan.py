@@ -14,18 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp import build_model
 from lm.config import Hyperparameters
+from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.plan import fit, step
 from lm.plan.__main__ import main
 from lm.runtime.world import make_mesh
-from lm.training import lora, parallelize, precision
-from model import Transformer
+from lm.training import parallelize, precision
 from tests.support import REPOSITORY
 from tests.support.runs import run_fsdp
 
 
-def track_backward(hp: Hyperparameters, ranks: step.Ranks) -> int:
+def track_backward(hp: Hyperparameters, ranks: Ranks) -> int:
     """Return the peak of forward and backward by PyTorch's tracker, with the optimizer's moments.
 
     It would count the global shapes of DTensors in the optimizer's step.
@@ -37,22 +38,19 @@ def track_backward(hp: Hyperparameters, ranks: step.Ranks) -> int:
     dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
     try:
         mesh = make_mesh("cpu", shape)
-        with torch.device("meta"):
-            model = lora.add_adapters(Transformer(hp.model), hp.lora, ranks.dtype)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = parallelize.parallelize(model, hp.parallel, mesh, ranks.dtype)
+            model = build_model(hp, mesh, ranks.dtype)
             scale = precision.LossScaler(ranks.dtype, torch.device("cpu")).scale
             tokens = torch.zeros(hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64)
             with FSDPMemTracker(model) as tracker:
                 for micro_batch in range(n_micro_batches):
-                    parallelize.start_micro_step(
-                        model, hp.parallel, micro_batch == n_micro_batches - 1
-                    )
+                    is_last = micro_batch == n_micro_batches - 1
+                    parallelize.start_micro_step(model, hp.parallel, is_last)
                     loss = model(tokens, tokens)
                     (loss * scale).backward()
                     del loss
         (parts,) = tracker.get_tracker_snapshot("peak").values()
-        return parts["Total"] + fit.count_state(hp, ranks.dtype).moments // shape.shard
+        return parts["Total"] + count_state(hp, ranks.dtype).moments // shape.shard
     finally:
         dist.destroy_process_group()
 
@@ -128,7 +126,7 @@ def test_memory_of_a_step_is_that_of_pytorchs_tracker(
     model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     hp = Hyperparameters.from_flat({"amp_dtype": "bfloat16", "compile": False} | model | changes)
-    ranks = step.Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cpu", 8, 4, 80 * GIB)
+    ranks = Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cpu", 8, 4, 80 * GIB)
     peaks = dict(step.take_step(hp, ranks))
     del peaks[step.OPTIMIZER]
     peak = step.device_bytes(peaks[step.find_peak(peaks)])
@@ -143,7 +141,7 @@ def test_a_few_blocks_tell_the_memory_of_all(
     hp = Hyperparameters.from_flat(
         {"amp_dtype": "bfloat16", "compile": False} | model | changes | {"n_layers": 14}
     )
-    ranks = step.Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cuda", 8, 4, 80 * GIB)
+    ranks = Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cuda", 8, 4, 80 * GIB)
     measured = step.measure_step(hp, ranks)
     taken = step.take_step(hp, ranks)
     del taken[step.BACKWARD_OF_MIDDLE]  # which more blocks make longer, and which has no peak
@@ -156,9 +154,9 @@ def test_a_few_blocks_tell_the_memory_of_all(
 
 def test_optimizer_with_muon_needs_copies_of_a_matrix() -> None:
     hp = Hyperparameters.from_flat(LLAMA | {"optimizer": "muon", "compile": False})
-    ranks = step.Ranks(None, "cpu", 8, 8, 80 * GIB)
+    ranks = Ranks(None, "cpu", 8, 8, 80 * GIB)
     peaks = step.take_step(hp, ranks)
-    state = fit.count_state(hp, None).total // 8
+    state = count_state(hp, None).total // 8
     largest_matrix = 4 * hp.model.d_model * hp.model.ffn_width
     assert step.device_bytes(peaks[step.OPTIMIZER]) >= state + largest_matrix
 
@@ -166,8 +164,8 @@ def test_optimizer_with_muon_needs_copies_of_a_matrix() -> None:
 CODELLAMA = {"model": "codellama-7b", "max_seq_len": 1024, "activation_checkpointing": "full"}
 
 
-def on_gpus(n: int = 8, gib: float = 80) -> step.Ranks:
-    return step.Ranks(torch.bfloat16, "cuda", n, min(n, 8), gib * GIB)
+def on_gpus(n: int = 8, gib: float = 80) -> Ranks:
+    return Ranks(torch.bfloat16, "cuda", n, min(n, 8), gib * GIB)
 
 
 def test_offloading_moves_bytes_to_host_memory() -> None:

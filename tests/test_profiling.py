@@ -24,7 +24,7 @@ from determined.core import DummyProfilerContext
 
 from lm.errors import ConfigError
 from lm.launch.spawn import free_port
-from lm.training.profiling import ProfilingConfig, run_profilers
+from lm.training import profiling
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.runs import read_reports, run_fsdp
@@ -43,23 +43,22 @@ class ClusterProfiler(DummyProfilerContext):
         self.is_on = False
 
 
-def config(**settings: Any) -> ProfilingConfig:
-    return ProfilingConfig.model_validate(settings)
-
-
 def profile_steps(
-    directory: Path, steps: int, *, rank: int = 0, fail: bool = False, **settings: Any
+    directory: Path,
+    steps: int,
+    *,
+    profiled: tuple[int, int, int],
+    rank: int = 0,
+    fail: bool = False,
 ) -> None:
     """Profile so many steps, the last of which may fail."""
-    with run_profilers(
-        config(**settings), DummyProfilerContext(), directory, rank, 100, print
-    ) as profiler_step:
+    with profiling.torch_profiler(profiled, directory, rank, 100, print) as profiler:
         for step in range(steps):
             with torch.profiler.record_function(f"step number {step}"):
                 torch.mm(torch.ones(8, 8), torch.ones(8, 8))
             if fail and step == steps - 1:
                 raise RuntimeError("on purpose")
-            profiler_step()
+            profiler.step()
 
 
 def events(trace: Path) -> list[dict[str, Any]]:
@@ -264,9 +263,7 @@ def test_torch_profiler_warns_of_a_run_that_is_too_short(tmp_path: Path) -> None
 
 
 def test_torch_profiler_steps_are_traced(tmp_path: Path) -> None:
-    profile_steps(
-        tmp_path / "traces", 12, rank=3, torch_profiler=True, torch_profiler_steps=[2, 1, 3]
-    )
+    profile_steps(tmp_path / "traces", 12, rank=3, profiled=(2, 1, 3))
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name.startswith("rank3.")
     assert steps_in(trace) == [3, 4, 5]
@@ -274,24 +271,20 @@ def test_torch_profiler_steps_are_traced(tmp_path: Path) -> None:
 
 def test_torch_profiler_trace_of_a_run_that_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
-        profile_steps(tmp_path, 4, fail=True, torch_profiler=True, torch_profiler_steps=[1, 1, 5])
+        profile_steps(tmp_path, 4, fail=True, profiled=(1, 1, 5))
     (trace,) = tmp_path.iterdir()
     assert steps_in(trace) == [2, 3]
 
 
-@pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_core_api_profiler_is_on_during_the_run(tmp_path: Path, enabled: bool, fails: bool) -> None:
+def test_core_api_profiler_is_on_during_the_run(fails: bool) -> None:
     profiler = ClusterProfiler()
-    settings = config(core_api_profiler=enabled)
     end = pytest.raises(RuntimeError) if fails else nullcontext()
-    with end, run_profilers(settings, profiler, tmp_path, 0, 100, print) as profiler_step:
-        profiler_step()
-        assert profiler.is_on == enabled
+    with end, profiling.run_core_api_profiler(profiler, print):
+        assert profiler.is_on
         if fails:
             raise RuntimeError
     assert not profiler.is_on
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -315,23 +308,20 @@ def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_memory_snapshot_after_out_of_memory(
     tmp_path: Path, gpu_memory: SimpleNamespace, error: Exception | None
 ) -> None:
-    folder = tmp_path / "traces"
-    settings = config(memory_snapshot=True)
+    snapshot = tmp_path / "traces" / "rank3.memory.pickle"
     end = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
-    with end, run_profilers(settings, DummyProfilerContext(), folder, 3, 100, print):
+    with end, profiling.record_memory(snapshot):
         assert gpu_memory.is_recording
         if error:
             raise error
-    assert (folder / "rank3.memory.pickle").read_text() == "recorded"
+    assert snapshot.read_text() == "recorded"
     assert not gpu_memory.is_recording
 
 
 def test_memory_snapshot_needs_a_gpu(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError) as error,
-        run_profilers(
-            config(memory_snapshot=True), DummyProfilerContext(), tmp_path, 0, 100, print
-        ),
+        profiling.record_memory(tmp_path / "snapshot"),
     ):
         pass
     assert named_keys(error.value) >= {"memory_snapshot"}

@@ -12,13 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from fsdp import build_model
 from lm import config
 from lm.runtime.world import World
 from lm.training import optim, parallelize
 from model import ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, load_state, open_checkpointer, save_state
 from tests.support.hyperparameters import TINY
-from tests.support.parallelism import STRATEGIES
+from tests.support.parallelism import STRATEGIES, sharding_of
 from tests.support.ranks import in_world, run_ranks
 
 RANKS = (1, 2, 3, 4)
@@ -27,13 +28,10 @@ WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # no world size divide
 
 def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Optimizer]:
     """A sharded model initialized from `seed`, with moments twice its weights."""
-    group = 2 if world.size == 4 else None
-    settings = TINY | WIDTH | {"sharding": sharding, "shard_group_size": group}
+    settings = TINY | WIDTH | sharding_of(sharding, world.size)
     hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
-    with torch.device("meta"):
-        model = Transformer(hp.model)
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp.parallel, world.device_mesh(shape), None)
+    model = build_model(hp, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, seed)
     optimizer = optim.Optimizer(hp.optim, model.named_parameters())
     for name, parameter in model.named_parameters():

@@ -513,7 +513,7 @@ def test_run_has_the_same_digits_on_any_ranks_and_strategy(tmp_path: Path, dtype
     [
         (["eval_tasks=none.jsonl"], ["eval_tasks", "none.jsonl"]),
         (["eval_rate=15"], ["eval_rate", "15", "validation_rate 10", "20"]),
-        (["dataset=synthetic"], ["eval_tasks", "dataset synthetic"]),
+        (["dataset=synthetic"], ["eval_tasks", "no tokenizer"]),
     ],
 )
 def test_run_refuses_tasks_before_its_first_step(

@@ -123,9 +123,7 @@ class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
 
     def missing_reports(self) -> list[str]:
         """Return which records of this step were not logged yet when it was saved."""
-        missing = []
-        if self.metric_sums and self.metric_sums[0].n_steps > 0:
-            missing.append("training")
+        missing: list[str] = []
         if self.validation_loss is None:
             missing.append("validation")
         if not self.sampled:

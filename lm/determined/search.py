@@ -17,8 +17,10 @@ import determined as det
 from determined import core
 from determined.common.api import bindings
 
+from lm.determined import master
 from lm.determined.master import REFUSALS
 from lm.errors import ConfigError
+from lm.launch.console import announce
 
 TIME_METRIC = "batches"
 """Metric of a validation report that counts steps."""
@@ -225,6 +227,17 @@ def rungs_of_brackets(searcher: Mapping[str, Any]) -> list[int]:
     most = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
     fewest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}
     return list(range(most, fewest[searcher.get("mode", "standard")] - 1, -1))
+
+
+def read_experiment(trial: det.ClusterInfo | None) -> Mapping[str, Any] | None:
+    """Return the config of the trial's experiment; say so if its search retries in vain."""
+    if trial is None:
+        return None
+    experiment = master.experiment_config(trial)
+    warning = retry_warning(experiment)
+    if warning is not None:
+        announce(warning)
+    return experiment
 
 
 def retry_warning(experiment: Mapping[str, Any]) -> str | None:

@@ -207,7 +207,7 @@ def _add_sample(writer: SummaryWriter, record: Record) -> None:
 
 
 class CoreAPI(Sink):
-    """Metrics, progress and status of the trial in Determined's Web UI."""
+    """Progress, status and samples of the trial in Determined's Web UI."""
 
     def __init__(self, train_context: core.TrainContext, max_steps: int) -> None:
         self._train_context = train_context
@@ -218,14 +218,9 @@ class CoreAPI(Sink):
     def write(self, record: Record) -> None:
         if record.group == "sample":
             self._write_sample(record)
-        elif record.group != "checkpoint":
-            metrics = dict(record.fields)
-            self._train_context.report_metrics(
-                record.group, steps_completed=record.step, metrics=metrics
-            )
-            if record.group == "training":
-                progress = min(1.0, record.step / self._max_steps)
-                self._background.submit(self._train_context.report_progress, progress)
+        elif record.group == "training":
+            progress = min(1.0, record.step / self._max_steps)
+            self._background.submit(self._train_context.report_progress, progress)
 
     def _write_sample(self, record: Record) -> None:
         if self._samples is None:

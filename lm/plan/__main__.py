@@ -26,9 +26,9 @@ from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError, command
 from lm.hf import adapters
 from lm.launch.machine import host_memory
+from lm.memory import USABLE, Ranks
 from lm.metrics.device import GIB
 from lm.plan import fit
-from lm.plan.step import Ranks
 from lm.training import parallelize
 from lm.training.precision import choose_dtype
 from lm.units import format_bytes, format_parameters
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(values))
         return 0
     lines += [*need.describe(), ""]
-    usable = f"{fit.USABLE:.0%} of memory, {format_bytes(fit.USABLE * ranks.memory)}"
+    usable = f"{USABLE:.0%} of memory, {format_bytes(USABLE * ranks.memory)}"
     if need.fits:
         lines.append(f"fits into {usable}; CUDA, NCCL and fragmentation take the rest")
     else:

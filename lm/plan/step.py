@@ -8,12 +8,10 @@ or an optimizer is said here again. Blocks are not compiled: compiled ones need 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,10 +26,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp import build_model
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
+from lm.memory import Ranks
 from lm.runtime.world import make_mesh
-from lm.training import lora, optim, parallelize, precision
+from lm.training import optim, parallelize, precision
 from model import Transformer, find_logits_limit
 
 PARAMETERS = "parameters"
@@ -56,25 +56,6 @@ Memory = Mapping[str, int]
 def device_bytes(memory: Memory) -> int:
     """Return the bytes on the device."""
     return sum(n_bytes for part, n_bytes in memory.items() if part != HOST)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Ranks that train a model, and the bytes of memory of each and of a node."""
-
-    dtype: torch.dtype | None
-    """of compute; None = float32"""
-    device_type: str
-    size: int
-    per_node: int
-    memory: float
-    """bytes of a rank"""
-    host_memory: float = math.inf
-    """bytes of a node"""
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device_type == "cuda"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -220,18 +201,15 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """Return what `measure_step` does, from a step of all blocks."""
     hp = _without_masks(hp, ranks)
     shape = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node)
-    n_micro_batches = derive_global_batch_size(hp.data, ranks.size) // (
-        hp.data.batch_size * ranks.size
-    )
+    global_batch_size = derive_global_batch_size(hp.data, ranks.size)
+    n_micro_batches = global_batch_size // (hp.data.batch_size * ranks.size)
     offloads_state = ranks.on_gpu and hp.parallel.cpu_offload
     live = LiveBytes(offloads_state=offloads_state)
     dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
     try:
         mesh = make_mesh("cpu", shape)
-        with torch.device("meta"):
-            model = lora.add_adapters(Transformer(hp.model), hp.lora, ranks.dtype)
         with FakeTensorMode(allow_non_fake_inputs=True), live.seeing_resized():
-            model = parallelize.parallelize(model, hp.parallel, mesh, ranks.dtype)
+            model = build_model(hp, mesh, ranks.dtype)
             limit = find_logits_limit(torch.device(ranks.device_type), int(ranks.memory))
             model.head.logits_limit = limit
             optimizer = optim.Optimizer(
@@ -247,33 +225,6 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     finally:
         dist.destroy_process_group()
     return live.peaks
-
-
-def estimate_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
-    """Return what `measure_step` does, of many blocks in the time of few.
-
-    Each block of a kind adds the same bytes to each part at the peak of a phase. Not at those of
-    the first blocks, next to the embedding, so that the line is through models of four blocks and
-    of one of each kind more.
-    """
-    n_kinds = 1
-    if hp.model.layer_pattern is not None:
-        n_kinds = len(hp.model.layer_pattern)
-    few = max(4, 2 * n_kinds)
-    more = few + n_kinds
-    if hp.model.n_layers <= more:
-        return measure_step(hp, ranks)
-    of_few = measure_step(hp.replace(n_layers=few), ranks)
-    of_more = measure_step(hp.replace(n_layers=more), ranks)
-    times = (hp.model.n_layers - few) / n_kinds
-    peaks: dict[str, Memory] = {}
-    for phase, memory in of_few.items():
-        peak = dict(memory)
-        for part, n_bytes in of_more[phase].items():
-            base = memory.get(part, 0)
-            peak[part] = round(base + times * (n_bytes - base))
-        peaks[phase] = peak
-    return peaks
 
 
 def find_peak(peaks: Mapping[str, Memory]) -> str:
@@ -317,8 +268,8 @@ def _step(
         del loss
         live.move_rest(GRADIENTS)  # of this rank, not reduced yet
     live.start_phase(OPTIMIZER)
-    _, nonfinite = optimizer.clip_grad_norm(scaler.scale)
-    optimizer.step(1e-3, nonfinite)
+    _, nonfinite, divisor = optimizer.measure_gradients(scaler.scale)
+    optimizer.step(1e-3, divisor, nonfinite)
 
 
 def _watch_backward(model: Transformer, live: LiveBytes) -> None:

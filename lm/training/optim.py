@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -211,6 +211,18 @@ class MixedAdamW(torch.optim.AdamW):
         state["exp_avg_sq"].copy_(mean_sq)
 
 
+class GradientMeasures(NamedTuple):
+    """Scalars on the device of the gradients."""
+
+    norm: Tensor
+    """before clipping, without the loss scale"""
+    nonfinite: Tensor
+    """1.0 if the norm is inf or NaN, else 0.0"""
+    divisor: Tensor | None
+    """what gives the gradients of the loss, clipped: the loss scale, times norm / `grad_clip` if
+    that is above 1; None = 1"""
+
+
 class Optimizer:
     """AdamW, or Muon and AdamW, that clips gradients, and can skip a step.
 
@@ -249,7 +261,6 @@ class Optimizer:
         self._muon: Muon | None = None
         if hidden_matrices:
             self._muon = create_muon(config, hidden_matrices, compute_dtype)
-        self._divisor: Tensor | None = None
 
     def _grad_norm(self) -> Tensor:
         """Return the norm over all ranks of the gradients that unfolded parameters would have.
@@ -271,18 +282,11 @@ class Optimizer:
             return norms[0]
         return torch.linalg.vector_norm(torch.stack(norms))
 
-    def clip_grad_norm(self, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Compute the gradient norm over all ranks, and how the next `step` scales the gradients.
+    def measure_gradients(self, loss_scale: Tensor | float) -> GradientMeasures:
+        """Return the gradient norm over all ranks, and what `step` divides the gradients by.
 
         Args:
             loss_scale: a tensor on the device, or 1.0 if the loss is not scaled.
-
-        Returns:
-            The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, else 0.0.
-            Both are scalars on the device.
-
-        `step` divides the gradients by one number: by the loss scale, which gives those of the
-        loss, and by norm / `grad_clip` if that is above 1, which scales them to this norm.
         """
         norm = self._grad_norm()
         divisor: Tensor | None = None
@@ -293,24 +297,24 @@ class Optimizer:
         if self._grad_clip is not None:
             clip = torch.clamp(norm / self._grad_clip, min=1.0)
             divisor = clip if divisor is None else divisor * clip
-        self._divisor = divisor
-        return norm, nonfinite
+        return GradientMeasures(norm, nonfinite, divisor)
 
-    def step(self, lr: float, skipped: Tensor) -> None:
-        """Update the parameters with the gradients that `clip_grad_norm` has scaled.
+    def step(self, lr: float, divisor: Tensor | None, skipped: Tensor) -> None:
+        """Update the parameters with the gradients divided by `divisor`.
 
         Args:
-            skipped: a scalar on the device of the gradients; 1.0 = change nothing.
+            divisor: a scalar on the device of the gradients; None = 1.
+            skipped: another; 1.0 = change nothing.
         """
         # The attributes that torch.amp.GradScaler sets, and the kernel reads. With `grad_scale`, it
         # also writes the gradients that it has divided.
-        self._adamw.grad_scale = self._divisor  # type: ignore[attr-defined]
+        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = skipped  # type: ignore[attr-defined]
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self._adamw.step()
         if self._muon is not None:
-            self._muon.step(lr, self._divisor, skipped)
+            self._muon.step(lr, divisor, skipped)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

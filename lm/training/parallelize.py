@@ -28,9 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
-    fully_shard,
 )
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -151,23 +149,16 @@ def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> 
     return MeshShape(replicate=world_size // group, shard=group)
 
 
-def parallelize(
-    model: Transformer,
-    config: ParallelConfig,
-    mesh: DeviceMesh,
-    dtype: torch.dtype | None,
-    float8: str | None = None,
-) -> Transformer:
-    """Transform `model`, on the meta device, in place, and allocate this rank's shard.
+def transform_blocks(
+    model: Transformer, config: ParallelConfig, mesh: DeviceMesh, float8: str | None
+) -> None:
+    """Let the blocks of `model` compute in float8, recompute, be compiled and offload, in place.
 
-    Each transform wraps the one before: FSDP (outermost) > offloading > compilation > recomputation
-    > float8 products. Those in the middle replace the `forward` of a block and not the block, so
-    that parameters keep the names of model.py.
+    Each transform wraps the one before: offloading (outermost) > compilation > recomputation >
+    float8 products. All but the last replace the `forward` of a block and not the block, so that
+    parameters keep the names of model.py. FSDP wraps them all.
 
     Args:
-        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; see
-            `World.device_mesh`.
-        dtype: compute dtype; None = float32.
         float8: torchao's recipe for the blocks' matrix products.
     """
     on_gpu = mesh.device_type == "cuda"
@@ -187,18 +178,9 @@ def parallelize(
             _emulate_precision_casts()
         apply_compile(model)
 
-    # Replaces the blocks' `forward`, too, outside the compiled region to see the tensors that it
-    # saves.
+    # Outside the compiled region, to see the tensors that it saves.
     if config.activation_offload:
         ActivationOffload(list(model.blocks), mesh.device_type)
-
-    apply_fsdp(model, config, mesh, dtype)
-    if float8 == "tensorwise":
-        # Before FSDP's own hook, in which the streams of its all-gathers wait for the scales.
-        model.register_forward_pre_hook(compute_scales, prepend=True)
-
-    model.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
-    return model
 
 
 SAVE_OPS = {
@@ -260,31 +242,15 @@ def apply_compile(model: Transformer) -> None:
     )
 
 
-def apply_fsdp(
-    model: Transformer, config: ParallelConfig, mesh: DeviceMesh, dtype: torch.dtype | None
-) -> None:
-    """Shard `model` with FSDP2, unit by unit, then the root with the remaining parameters."""
-    has_replicas = "replicate" in (mesh.mesh_dim_names or ())
-    policy = OffloadPolicy()
+def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
+    """Return whether FSDP keeps shards in host memory, as `fully_shard` takes it."""
     if config.cpu_offload:
-        policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    options: dict[str, Any] = {
-        "mesh": mesh["replicate", "shard"] if has_replicas else mesh["shard"],
-        # FSDP does not cast inputs: embeddings already have `dtype`, and the rotary angles have to
-        # stay float32.
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=dtype,
-            reduce_dtype=getattr(torch, config.reduce_dtype),
-            cast_forward_inputs=False,
-        ),
-        "reshard_after_forward": config.reshard_after_forward,
-        "offload_policy": policy,
-    }
-    if config.layer_wrap:
-        for unit in model.fsdp_units():
-            fully_shard(unit, **options)
-    fully_shard(model, **options)
+        return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    return OffloadPolicy()
 
+
+def tune_gathers(model: Transformer, float8: str | None) -> None:
+    """Let a sharded model gather nothing again that backward has already, or does not need."""
     # Backward starts with the root and the head, so resharding them after forward is of no use.
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_forward(False, recurse=False)
@@ -293,6 +259,9 @@ def apply_fsdp(
     # The backward of an embedding needs no weights.
     if isinstance(model.embedding, FSDPModule):
         model.embedding.set_unshard_in_backward(False)
+    if float8 == "tensorwise":
+        # Before FSDP's own hook, in which the streams of its all-gathers wait for the scales.
+        model.register_forward_pre_hook(compute_scales, prepend=True)
 
 
 def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) -> None:

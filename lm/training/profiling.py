@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -53,54 +53,59 @@ class ProfilingConfig(Config, frozen=True):
 
 
 @contextmanager
-def run_profilers(
-    config: ProfilingConfig,
-    core_profiler: core.ProfilerContext,
-    directory: Path,
-    rank: int,
-    n_steps: int,
-    log: Callable[[str], None],
-) -> Iterator[Callable[[], None]]:
-    """Run the profilers that `config` enables, and stop them also after an exception.
+def run_core_api_profiler(
+    profiler: core.ProfilerContext, log: Callable[[str], None]
+) -> Iterator[None]:
+    """Run Core API's profiler, which samples the machine, in the block."""
+    if isinstance(profiler, core.DummyProfilerContext):
+        other = "torch_profiler works everywhere"
+        log(f"core_api_profiler: does nothing outside a Determined cluster; {other}")
+    profiler.on()
+    try:
+        yield
+    finally:
+        profiler.off()
+        # The collector's last report is sent only if its thread ends before the context closes. It
+        # is on rank 0 of a node, and has no public name; 0.38.1 is the last release.
+        collector = getattr(profiler, "_collector", None)
+        if collector is not None:
+            collector.join(10)
 
-    Args:
-        directory: for traces, `rank<N>.*.pt.trace.json.gz`, and memory snapshots,
-            `rank<N>.memory.pickle`.
-        n_steps: steps of this process; `log` receives a warning if none of them is traced.
 
-    Yields:
-        `profiler_step`, to call after every step.
+@contextmanager
+def record_memory(path: Path) -> Iterator[None]:
+    """Record the allocations of the block, and write a snapshot to `path`, also after an error.
+
+    Raises:
+        ConfigError: there is no GPU.
     """
-    if config.memory_snapshot and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         remedy = "to profile memory on a CPU use torch_profiler: true"
         raise ConfigError(f"memory_snapshot: true needs a GPU; {remedy}")
-    with ExitStack() as stack:
-        if config.core_api_profiler:
-            if isinstance(core_profiler, core.DummyProfilerContext):
-                other = "torch_profiler works everywhere"
-                log(f"core_api_profiler: does nothing outside a Determined cluster; {other}")
-            core_profiler.on()
-            stack.callback(_stop_core_profiler, core_profiler)
-        if config.memory_snapshot:
-            # PyTorch documents this function and `_dump_snapshot`, but has no public names for
-            # them.
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
-            stack.callback(_dump_memory_snapshot, directory / f"rank{rank}.memory.pickle")
-        if config.torch_profiler:
-            torch_profiler = _torch_profiler(config, directory, rank, n_steps, log)
-            yield stack.enter_context(torch_profiler).step
-        else:
-            yield lambda: None
+    # PyTorch documents this function and `_dump_snapshot`, but has no public names for them.
+    torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+    try:
+        yield
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _torch_profiler(
-    config: ProfilingConfig,
+def torch_profiler(
+    steps: tuple[int, int, int],
     directory: Path,
     rank: int,
     n_steps: int,
     log: Callable[[str], None],
 ) -> profile:
-    wait, warmup, active = config.torch_profiler_steps
+    """Return PyTorch's profiler, which writes `rank<N>.*.pt.trace.json.gz` to `directory`.
+
+    Args:
+        steps: to wait, to warm up and to trace.
+        n_steps: steps of this process; `log` receives a warning if none of them is traced.
+    """
+    wait, warmup, active = steps
     skipped = wait + warmup
     if skipped >= n_steps:
         why = f"torch_profiler_steps skips {skipped}, {n_steps} are left"
@@ -109,8 +114,8 @@ def _torch_profiler(
         str(directory), worker_name=f"rank{rank}", use_gzip=True
     )
 
-    def on_trace_ready(torch_profiler: profile) -> None:
-        write_trace(torch_profiler)
+    def on_trace_ready(profiler: profile) -> None:
+        write_trace(profiler)
         log(f"traces: {directory}/rank*.pt.trace.json.gz")
 
     activities = [ProfilerActivity.CPU]
@@ -123,18 +128,3 @@ def _torch_profiler(
         record_shapes=True,
         profile_memory=True,
     )
-
-
-def _stop_core_profiler(core_profiler: core.ProfilerContext) -> None:
-    core_profiler.off()
-    # The collector's last report is sent only if its thread ends before the context closes. It is
-    # on rank 0 of a node, and has no public name; 0.38.1 is the last release.
-    collector = getattr(core_profiler, "_collector", None)
-    if collector is not None:
-        collector.join(10)
-
-
-def _dump_memory_snapshot(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)

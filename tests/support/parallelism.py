@@ -12,6 +12,14 @@ from tests.support.runs import read_reports, train_in_world
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 
+
+def sharding_of(strategy: str, n_ranks: int) -> dict[str, Any]:
+    """Hyperparameters of `strategy`; hybrid ones on four ranks have groups of two."""
+    if strategy.startswith("hybrid") and n_ranks == 4:
+        return {"sharding": strategy, "shard_group_size": 2}
+    return {"sharding": strategy}
+
+
 PARITY_STEPS = 5
 
 PARITY_RUN = TINY | {

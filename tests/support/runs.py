@@ -12,8 +12,10 @@ from typing import Any
 
 from determined import core
 
+import fsdp
 from benchmarks.observer import StepObserver
 from lm import config
+from lm.checkpoint.open_store import open_store
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
@@ -31,8 +33,6 @@ def train_in_world(
     on_step_start: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Call `fsdp.execute` off the cluster on the ranks of `world`; return the run's directory."""
-    import fsdp  # changes signals and garbage collection: not in the processes of all tests
-
     hp = config.read_hyperparameters({"hyperparameters": hyperparameters}, [], "test")
     run_dir = RunDir(hp.run.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
@@ -40,7 +40,7 @@ def train_in_world(
         distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
     ) as context:
         job = fsdp.Job(hp, None, run_dir)
-        store = fsdp.open_store(job, world, context)
+        store = open_store(context.checkpoint, None, run_dir, world)
         fsdp.execute(job, world, context, store, StepObserver(world, on_step_start))
     return run_dir.path
 

@@ -1,0 +1,185 @@
+"""What a run keeps in memory between its steps, and whether its ranks have it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+
+from lm.config import REPOSITORY, Hyperparameters
+from lm.errors import ConfigError
+from lm.launch.machine import host_memory
+from lm.metrics.device import GIB
+from lm.runtime.failures import is_out_of_memory, out_of_memory_error
+from lm.runtime.world import World
+from lm.training import lora, parallelize
+from lm.training.optim import Optimizer
+from lm.units import format_bytes
+from model import Transformer
+
+USABLE = 0.9
+"""fraction of memory that a plan may fill: the CUDA context, NCCL, fragmentation need the rest"""
+WORTH_A_LINE = GIB // 4
+"""bytes of state from which a run on a CPU says what it takes"""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that train a model, and the bytes of memory of each and of a node."""
+
+    dtype: torch.dtype | None
+    """of compute; None = float32"""
+    device_type: str
+    size: int
+    per_node: int
+    memory: float
+    """bytes of a rank"""
+    host_memory: float = math.inf
+    """bytes of a node"""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device_type == "cuda"
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of what a run has between steps, of all shards together."""
+
+    trained: int
+    frozen: int
+    moments: int
+
+    @property
+    def copied(self) -> int:
+        """Bytes that an asynchronous checkpoint copies to host memory."""
+        return self.trained + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes of parameters, of moments and of the gradients of trained parameters."""
+        return 2 * self.trained + self.frozen + self.moments
+
+
+def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
+    """Return the bytes of the run's model and optimizer, from both on the meta device."""
+    with torch.device("meta"):
+        model = lora.add_adapters(Transformer(hp.model), hp.lora, dtype)
+    optimizer = Optimizer(hp.optim, model.named_parameters(), compute_dtype=dtype)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    moments = 0
+    for state in optimizer.state_dict().values():
+        if state.ndim > 0:  # not the counts of steps, which no rank shards
+            moments += state.nbytes
+    return State(trained, frozen, moments)
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """What a run's state takes of the memory that its ranks have."""
+
+    hp: Hyperparameters
+    ranks: Ranks
+    state: int
+    """bytes of a rank"""
+    space: float
+    """bytes for it: of the rank, or with `cpu_offload` on a GPU of its share of the node"""
+
+    def describe(self) -> str:
+        """Return the state and the space as a clause."""
+        rank = "rank"
+        if self.ranks.on_gpu:
+            rank = "GPU"
+        where = ""
+        if self.hp.parallel.cpu_offload and self.ranks.on_gpu:
+            where = " of host memory"
+        return (
+            f"parameters, moments and gradients take {format_bytes(self.state)} of"
+            f" {format_bytes(self.space)}{where} per {rank}"
+        )
+
+    @property
+    def note(self) -> str | None:
+        """What the run may say before its first step; None = not worth a line."""
+        if not self.ranks.on_gpu and self.state < WORTH_A_LINE:
+            return None
+        return f"{self.describe()}; activations come on top"
+
+    def refuse_too_large(self, state: State) -> None:
+        """Raise ConfigError if the `state` of all shards exceeds the space of this rank's."""
+        if self.state <= self.space:
+            return
+        n_ranks = math.ceil(state.total / (USABLE * self.space))
+        remedies = [f"sharding: full-shard over {n_ranks:,} or more ranks"]
+        if self.ranks.on_gpu and not self.hp.parallel.cpu_offload:
+            remedies.append("cpu_offload: true")
+        if self.hp.checkpoint.init_from is not None and self.hp.lora.lora_rank is None:
+            remedies.append("lora_rank")
+        remedies.append("a smaller model")
+        raise ConfigError(f"out of memory: {self.describe()}; use {', or '.join(remedies)}")
+
+    def print_step(self) -> None:
+        """Print what a step needs by part. Takes seconds, in another process.
+
+        Raises:
+            ConfigError: it is more than a rank has.
+        """
+        ranks = asdict(self.ranks)
+        ranks["dtype"] = str(self.ranks.dtype).removeprefix("torch.")
+        run = json.dumps({"hyperparameters": self.hp.to_flat(), "ranks": ranks})
+        command = [sys.executable, "-m", "lm.plan.dry_run"]
+        done = subprocess.run(command, input=run, capture_output=True, text=True, cwd=REPOSITORY)
+        print(done.stdout, end="", flush=True)
+        if done.returncode:
+            raise ConfigError(*done.stderr.splitlines())
+
+    @contextmanager
+    def explaining_failure(self, rank: int) -> Iterator[None]:
+        """Say in an out-of-memory error of the block what the state takes."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory_error(error, rank, self.describe()) from error
+
+
+def check_memory(hp: Hyperparameters, dtype: torch.dtype | None, world: World) -> MemoryCheck:
+    """Return what the run's state takes. Rank 0 compares, with the least memory of any rank.
+
+    Raises:
+        ConfigError: the state alone exceeds the memory.
+    """
+    on_gpu = world.device.type == "cuda"
+    per_node = world.launch.local_size
+    node_memory = host_memory().total
+    rank_memory = node_memory // per_node
+    if on_gpu:
+        rank_memory = torch.cuda.get_device_properties(world.device).total_memory
+    everyone = world.all_gather_object((rank_memory, node_memory))
+    rank_memory = min(of_rank for of_rank, _ in everyone)
+    node_memory = min(of_node for _, of_node in everyone)
+    # The ranks of a CPU are given shares of its memory, so that no more is asked of the node.
+    host_limit = math.inf
+    if on_gpu:
+        host_limit = node_memory
+    ranks = Ranks(dtype, world.device.type, world.size, per_node, rank_memory, host_limit)
+    return world.on_rank0(_check_state, hp, ranks, node_memory // per_node)
+
+
+def _check_state(hp: Hyperparameters, ranks: Ranks, host_share: int) -> MemoryCheck:
+    shards = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node).shard
+    state = count_state(hp, ranks.dtype)
+    space = ranks.memory
+    if hp.parallel.cpu_offload and ranks.on_gpu:
+        space = host_share
+    check = MemoryCheck(hp, ranks, state.total // shards, space)
+    check.refuse_too_large(state)
+    return check
