@@ -3,9 +3,9 @@
     python -m lm.checkpoint list RUN
     python -m lm.checkpoint verify CHECKPOINT
 
-RUN and CHECKPOINT are directories or URLs. Both check what loading a checkpoint checks; of a run in
-object storage, `list` compares the sizes of the files only. Exit code 1 if a checkpoint is
-incomplete or damaged.
+RUN and CHECKPOINT are directories or URLs. Both check what loading checks before it compares the
+tensors with its own; of a run in object storage, `list` compares the sizes of the files only. Exit
+code 1 if a checkpoint is incomplete or damaged.
 """
 
 from __future__ import annotations

@@ -29,7 +29,13 @@ from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.bucket import is_url
-from lm.checkpoint.contents import find_tensors, match_tensors, read_tensors, verify_files
+from lm.checkpoint.contents import (
+    describe_state,
+    find_tensors,
+    match_tensors,
+    read_tensors,
+    verify_files,
+)
 from lm.checkpoint.manifest import (
     DRAFT,
     FORMAT,
@@ -157,9 +163,10 @@ class Checkpointer:
         self.world = world
         self._saver_world = world.for_saver()
         self._extra_files = extra_files
-        self._starts: dict[
-            str, dict[str, int]
-        ] = {}  # first rows of the slices that this rank writes
+        self._starts: dict[str, dict[str, int]] = {}
+        """first rows of the slices that this rank writes"""
+        self._tensors: dict[str, str] = {}
+        """what manifests say of the tensors"""
         self._stager: staging.Stager | None = None
         self._pending: PendingSave | None = None
         self._newest: str | None = None  # complete checkpoint of this run
@@ -179,6 +186,7 @@ class Checkpointer:
         Raises:
             ConfigError: the copies of this machine's ranks do not fit into its memory.
         """
+        self._tensors = describe_state(state)
         tensors: list[Tensor] = []
         for part, part_tensors in state.items():
             owned = tensor_files.owned_rows(part_tensors, self.world.rank, self.world.size)
@@ -279,6 +287,7 @@ class Checkpointer:
             time=self._next_time() if is_rank0 else 0.0,
             world_size=self.world.size,
             files={},
+            tensors=self._tensors,
             **dict(run_info),
             **dict(progress),
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint has to hold, by its manifest, and whether its files do.
+"""What a checkpoint holds: by its manifest, in its files, and compared with live tensors.
 
 Loading and `python -m lm.checkpoint` share `verify`: it returns the slices that loading reads, so
 that nothing is loaded that it has not accepted.
@@ -6,9 +6,7 @@ that nothing is loaded that it has not accepted.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,92 +35,32 @@ from lm.errors import ConfigError, limit_problems
 from lm.fileio import MAX_SLICES, MAX_TOKENIZER_BYTES
 from lm.training import lora
 from lm.training.lora import LoraConfig
-from lm.training.optim import OptimConfig, Optimizer
-from lm.training.precision import LossScaler
-from lm.training.skipping import SkipConfig, SpikeFilter
-from model import ModelConfig, Transformer
+from model import ModelConfig
 
 T = TypeVar("T", bound=BaseModel)
 
 FoundTensors = dict[str, dict[str, list[TensorSlice]]]
 """The slices that cover each tensor exactly once, by object and tensor name."""
 
+PARTS = ("model", "optim", "scaler", "spikes")
+"""objects of a checkpoint, as its files name them"""
+
 MAX_ENTRY_BYTES = 512
 """Of a slice in a header, with its share of what a file has besides slices. Ours have up to 300."""
 
 
-class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {self.dtype}"
+def describe(shape: Iterable[int], dtype: torch.dtype) -> str:
+    """Return what a manifest says of a tensor, e.g. "[512, 64] torch.float32"."""
+    return f"{list(shape)} {dtype}"
 
 
-def expected_tensors(where: Path | str, manifest: Manifest) -> dict[str, dict[str, TensorSpec]]:
-    """Return the tensors of a run with this manifest, by object and tensor name.
-
-    They are those of `fsdp.Trainer.state`, of a model with one block, which is like all others.
-
-    Raises:
-        CheckpointError: no run has this manifest, which is that of the checkpoint at `where`.
-    """
-    config = ModelConfig.model_validate(manifest.model)
-    return _expected_tensors(
-        config,
-        lora_config(where, manifest, config).model_dump_json(),
-        _select(where, manifest, OptimConfig),
-        _select(where, manifest, SkipConfig).model_dump_json(),
-        manifest.loss_scaled,
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _expected_tensors(
-    config: ModelConfig,
-    lora_json: str,
-    optim_config: OptimConfig,
-    skip_json: str,
-    loss_scaled: bool,
-) -> dict[str, dict[str, TensorSpec]]:
-    adapters = LoraConfig.model_validate_json(lora_json)
-    one_block = config.model_copy(update={"n_layers": 1})
-    meta = torch.device("meta")
-    with meta:
-        model = lora.add_adapters(Transformer(one_block), adapters, None)
-    scaled_dtype = None
-    if loss_scaled:
-        scaled_dtype = torch.float16
-    state: State = {
-        "model": lora.trained_parameters(model),
-        "optim": Optimizer(optim_config, model.named_parameters()).state_dict(),
-        "scaler": LossScaler(scaled_dtype, meta).state_dict(),
-        "spikes": SpikeFilter(SkipConfig.model_validate_json(skip_json), meta).state_dict(),
-    }
-    expected: dict[str, dict[str, TensorSpec]] = {}
+def describe_state(state: State) -> dict[str, str]:
+    """Return what a manifest says of each tensor of `state`, by object and name."""
+    described: dict[str, str] = {}
     for part, tensors in state.items():
-        specs: dict[str, TensorSpec] = {}
         for name, tensor in tensors.items():
-            spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            for name_in_layer in _names_in_layers(name, config.n_layers):
-                specs[name_in_layer] = spec
-        expected[part] = specs
-    return expected
-
-
-def _names_in_layers(name: str, n_layers: int) -> Iterator[str]:
-    prefix = "blocks.0."
-    if not name.startswith(prefix):
-        yield name
-        return
-    for layer in range(n_layers):
-        yield f"blocks.{layer}.{name.removeprefix(prefix)}"
+            described[f"{part}.{name}"] = describe(tensor.shape, tensor.dtype)
+    return described
 
 
 def lora_config(where: Path | str, manifest: Manifest, model: ModelConfig) -> LoraConfig:
@@ -166,24 +104,28 @@ def model_of(where: Path | str, manifest: Manifest) -> ModelConfig:
 
 
 def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
-    """Raise CheckpointError if files are too small or too large for what they have to hold.
+    """Raise CheckpointError if files are too small or too large for the model of the manifest.
 
-    It is called before they are read or downloaded: a sparse file of any size is cheap to send.
+    It is called before they are read or downloaded: a sparse file of any size is cheap to send, and
+    so is a manifest whose model needs any memory.
     """
-    expected = expected_tensors(where, manifest)
-    n_parameters = ModelConfig.model_validate(manifest.model).n_parameters
-    problem = f"{where}/{MANIFEST}: damaged: a model of {n_parameters:,} parameters"
+    config = ModelConfig.model_validate(manifest.model)
+    problem = f"{where}/{MANIFEST}: damaged: a model of {config.n_parameters:,} parameters"
     if manifest.base is not None:
         found = sum(entry.bytes for entry in manifest.base.files.values())
-        needed = 2 * n_parameters  # bfloat16 or more
+        needed = 2 * config.n_parameters  # bfloat16 or more
         if found < needed:
             needs = f"of which adapters need {needed:,} bytes"
             raise CheckpointError(f"{problem}, {needs}; the files of their base have {found:,}")
-    for part, specs in expected.items():
-        needed = sum(spec.n_bytes for spec in specs.values())
+    adapters = lora_config(where, manifest, config)
+    weights = 4 * lora.n_trained_parameters(adapters, config)  # float32
+    for part in PARTS:
+        least = most = weights
+        if part != "model":  # an optimizer has at most two moments
+            least, most = 0, 2 * weights
         found = sum(entry.bytes for entry in _files_of(part, manifest).values())
-        if not needed <= found <= most_bytes(needed):
-            needs = f"whose {part} files need {needed:,} bytes"
+        if not least <= found <= most_bytes(most):
+            needs = f"whose {part} files need {least:,} to {most:,} bytes"
             raise CheckpointError(f"{problem}, {needs}; they have {found:,}")
     for name, entry in manifest.files.items():
         if not name.endswith(".safetensors") and entry.bytes > MAX_TOKENIZER_BYTES:
@@ -206,21 +148,25 @@ def _files_of(part: str, manifest: Manifest) -> dict[str, FileRecord]:
 
 
 def find_tensors(directory: Path, manifest: Manifest) -> FoundTensors:
-    """Return where each tensor is that the checkpoint has to hold; no values are read.
+    """Return where each tensor is that the checkpoint holds; no values are read.
 
     Raises:
-        CheckpointError: a header is damaged; a tensor is missing, is not the model's, has another
-            shape or dtype, or is not covered exactly once by its slices.
+        CheckpointError: a header is damaged; a tensor is not covered exactly once by its slices, or
+            the files have others than the manifest says.
     """
-    expected = expected_tensors(directory, manifest)
     found: FoundTensors = {}
+    described: dict[str, str] = {}
     problems: list[str] = []
-    for part, specs in expected.items():
+    for part in PARTS:
         found[part] = read_headers(directory / name for name in sorted(_files_of(part, manifest)))
-        for name in found[part].keys() | specs.keys():
-            problem = _compare(found[part].get(name), specs.get(name))
-            if problem is not None:
-                problems.append(f"{part}.{name[:200]} {problem}")
+        for name, slices in found[part].items():
+            shape = full_shape(slices)
+            if shape is None:
+                problems.append(f"{part}.{name[:200]} is not covered exactly once by its slices")
+            else:
+                described[f"{part}.{name}"] = describe(shape, slices[0].dtype)
+    if manifest.tensors is not None and not problems:
+        problems = _find_differences(described, manifest.tensors, "the manifest")
     if problems:
         first = min(problems)
         more = ""
@@ -230,19 +176,20 @@ def find_tensors(directory: Path, manifest: Manifest) -> FoundTensors:
     return found
 
 
-def _compare(slices: Sequence[TensorSlice] | None, expected: TensorSpec | None) -> str | None:
-    """Return how a tensor in the files differs from the expected one; None for one = none."""
-    if slices is None:
-        return "is missing"
-    if expected is None:
-        return "is not a tensor of its model"
-    shape = full_shape(slices)
-    if shape is None:
-        return "is not covered exactly once by its slices"
-    found = TensorSpec(shape, slices[0].dtype)
-    if found != expected:
-        return f"is {found} in the files, {expected} in its model"
-    return None
+def _find_differences(
+    found: Mapping[str, str], expected: Mapping[str, str], where: str
+) -> list[str]:
+    """Return a line for each tensor of the files that is not the one that is expected."""
+    problems: list[str] = []
+    for name in sorted(found.keys() | expected.keys()):
+        if name not in found:
+            problems.append(f"{name[:200]} is missing in the files")
+        elif name not in expected:
+            problems.append(f"{name[:200]} is not in {where}")
+        elif found[name] != expected[name]:
+            problem = f"is {found[name]} in the files, {expected[name]} in {where}"
+            problems.append(f"{name[:200]} {problem}")
+    return problems
 
 
 def verify(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: int = 1) -> FoundTensors:
@@ -299,26 +246,22 @@ def match_tensors(directory: Path, found: FoundTensors, state: State) -> list[Ma
         ConfigError: lists up to 20 of the tensors that are missing, unexpected, or of another shape
             or dtype.
     """
-    matched: list[MatchedTensor] = []
-    problems: list[str] = []
-    for part, wanted in state.items():
-        if not wanted:
-            continue
-        unexpected = [name for name in found[part] if name not in wanted]
-        problems += [f"{part}.{name}: only in the checkpoint" for name in unexpected]
-        for name, tensor in wanted.items():
-            slices = found[part].get(name)
-            if slices is None:
-                problems.append(f"{part}.{name}: not in the checkpoint")
-                continue
-            problem = _compare(slices, TensorSpec(tuple(tensor.shape), tensor.dtype))
-            if problem is not None:
-                problems.append(f"{part}.{name} {problem}")
-            matched.append(MatchedTensor(name, tensor, Source(slices)))
+    described: dict[str, str] = {}
+    for part, tensors in state.items():
+        if tensors:  # else this run does not have them
+            for name, slices in found[part].items():
+                shape = full_shape(slices)
+                assert shape is not None
+                described[f"{part}.{name}"] = describe(shape, slices[0].dtype)
+    problems = _find_differences(described, describe_state(state), "the model")
     if problems:
         raise ConfigError(
             f"{directory}: the tensors differ from the model's:", *limit_problems(problems)
         )
+    matched: list[MatchedTensor] = []
+    for part, tensors in state.items():
+        for name, tensor in tensors.items():
+            matched.append(MatchedTensor(name, tensor, Source(found[part][name])))
     return matched
 
 

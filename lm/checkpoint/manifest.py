@@ -138,6 +138,10 @@ class Manifest(RunInfo, TrainingProgress, frozen=True):
     time: float = Field(ge=0, lt=2**36, description="seconds since 1970")
     world_size: Count = Field(gt=0)
     files: dict[str, FileRecord]
+    tensors: dict[str, str] | None = Field(
+        default=None,
+        description="shape and dtype of each tensor, by object and name; null = in older ones",
+    )
 
 
 def record(path: Path) -> FileRecord:

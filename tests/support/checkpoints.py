@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.contents import describe_state
 from lm.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -168,6 +169,7 @@ def write_checkpoint(folder: Path) -> Path:
         time=1.0,
         world_size=1,
         files={path.name: record(path) for path in folder.iterdir()},
+        tensors=describe_state({"model": state["model"], "optim": state["optim"]}),
     )
     write_manifest(folder, manifest)
     return folder
