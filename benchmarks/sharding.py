@@ -85,8 +85,12 @@ def measure_strategies() -> list[Point]:
     """Return a point for each strategy and number of ranks, hybrid ones in groups of 2."""
     points: list[Point] = []
     for ranks in RANKS:
-        common = {"batch_size": 1, "amp_dtype": "bfloat16", "shard_group_size": min(2, ranks)}
-        settings = [SHAPE | common | {"sharding": sharding} for sharding in STRATEGIES]
+        settings: list[dict[str, Any]] = []
+        for sharding in STRATEGIES:
+            setting = SHAPE | {"batch_size": 1, "amp_dtype": "bfloat16", "sharding": sharding}
+            if sharding.startswith("hybrid"):
+                setting["shard_group_size"] = min(2, ranks)
+            settings.append(setting)
         for setting, measured in zip(settings, run_ranks(ranks, settings, 0), strict=True):
             hp = Hyperparameters.from_flat(setting)
             shards = parallelize.mesh_shape(hp.parallel, ranks, ranks).shard

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import platform
@@ -14,6 +13,7 @@ import tempfile
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.store import CheckpointStore
 from lm.config import DEFAULT_SEED, REPOSITORY, Hyperparameters
 from lm.data.loader import derive_global_batch_size
-from lm.data.run_data import Data, open_data
+from lm.data.run_data import TOKENIZED_ONCE, Data, open_data
 from lm.data.tokenizer import CHAT_TEMPLATE
 from lm.data.tokens import check_token_files
 from lm.data.validation import validation_metric_names
@@ -302,9 +302,58 @@ def preflight(
         date = world.on_rank0(start_date, resume_plan, store)
     with world.all_or_none():
         choose_cache(dry_run)
+        mesh = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
+        batch_size = derive_global_batch_size(hp.data, world.size)
     memory = check_memory(hp, amp_dtype, world)
+    seed = resolve_seed(hp.run.seed, trial)
+    model = hp.model
+    open_run_data = partial(
+        open_data, hp.data, model.vocab_size, model.max_seq_len, batch_size, seed, date=date
+    )
+    if hp.data.dataset in TOKENIZED_ONCE:
+        world.run_in_thread_on_each_node(open_run_data)
     with world.all_or_none():
-        run = _resolve(hp, amp_dtype, world, trial, run_dir, start, resume_plan, date, memory)
+        data = open_run_data(world.rank, world.size)
+    world.run_in_thread_on_each_node(check_token_files, data.datasets)
+    with world.all_or_none():
+        max_steps = _find_length(hp, data, batch_size)
+        validation_rate = hp.metrics.validation_rate or hp.metrics.report_rate
+        tasks = _read_tasks(hp.tasks, validation_rate, data)
+        derived = {"seed": seed, "max_steps": max_steps or None}
+        if date is not None:
+            derived["chat_template_date"] = date.isoformat()
+        info = RunInfo(
+            sharding=hp.parallel.sharding,
+            total_batch_size=batch_size,
+            hyperparameters=hp.to_flat() | derived,
+            model=hp.model.model_dump(mode="json"),
+            tasks=fingerprint_tasks(tasks),
+            loss_scaled=amp_dtype == torch.float16,
+            trial_id=trial.trial.trial_id if trial else None,
+            base=start.base,
+            **data.fingerprints(),
+        )
+        run = ResolvedRun(
+            hp=hp,
+            seed=seed,
+            max_steps=max_steps,
+            amp_dtype=amp_dtype,
+            mesh=mesh,
+            data=data,
+            prompt=_prompt(hp, data),
+            global_batch_size=batch_size,
+            validation_rate=validation_rate,
+            tasks=_tokenize(tasks, hp.model, data),
+            info=info,
+            start=start,
+            resume_plan=resume_plan,
+            trial=trial,
+            searcher=_read_searcher(trial, max_steps, validation_rate),
+            run_dir=run_dir,
+            memory=memory,
+        )
+        if run.searcher is not None:
+            check_searcher(run.searcher, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))
     expected = search_inputs(os.environ)
     if expected is not None:
@@ -365,75 +414,15 @@ def choose_cache(dry_run: bool = False) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
-def _resolve(
-    hp: Hyperparameters,
-    amp_dtype: torch.dtype | None,
-    world: World,
-    trial: det.ClusterInfo | None,
-    run_dir: RunDir | None,
-    start: Start,
-    resume_plan: ResumePlan,
-    date: datetime.date | None,
-    memory: MemoryCheck,
-) -> ResolvedRun:
-    mesh = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
-    batch_size = derive_global_batch_size(hp.data, world.size)
-    seed = resolve_seed(hp.run.seed, trial)
-    data = open_data(
-        hp.data,
-        hp.model.vocab_size,
-        hp.model.max_seq_len,
-        batch_size,
-        seed,
-        world.rank,
-        world.size,
-        date,
-    )
-    check_token_files(data.datasets, world.launch.local_rank, world.launch.local_size)
+def _find_length(hp: Hyperparameters, data: Data, batch_size: int) -> int:
+    """Return the number of steps, 0 to only validate and generate."""
     steps_per_epoch = None
     if data.train.samples_per_epoch is not None:
         steps_per_epoch = data.train.samples_per_epoch / batch_size
     max_steps = hp.run.run_length(steps_per_epoch)
     if max_steps > 0:
         hp.skipping.check_last_step(max_steps)
-    validation_rate = hp.metrics.validation_rate or hp.metrics.report_rate
-    tasks = _read_tasks(hp.tasks, validation_rate, data)
-    derived = {"seed": seed, "max_steps": max_steps or None}
-    if date is not None:
-        derived["chat_template_date"] = date.isoformat()
-    info = RunInfo(
-        sharding=hp.parallel.sharding,
-        total_batch_size=batch_size,
-        hyperparameters=hp.to_flat() | derived,
-        model=hp.model.model_dump(mode="json"),
-        tasks=fingerprint_tasks(tasks),
-        loss_scaled=amp_dtype == torch.float16,
-        trial_id=trial.trial.trial_id if trial else None,
-        base=start.base,
-        **data.fingerprints(),
-    )
-    run = ResolvedRun(
-        hp=hp,
-        seed=seed,
-        max_steps=max_steps,
-        amp_dtype=amp_dtype,
-        mesh=mesh,
-        data=data,
-        prompt=_prompt(hp, data),
-        global_batch_size=batch_size,
-        validation_rate=validation_rate,
-        tasks=_tokenize(tasks, hp.model, data),
-        info=info,
-        start=start,
-        resume_plan=resume_plan,
-        trial=trial,
-        searcher=_read_searcher(trial, max_steps, validation_rate),
-        run_dir=run_dir,
-        memory=memory,
-    )
-    if run.searcher is not None:
-        check_searcher(run.searcher, hp.tasks, data)
-    return run
+    return max_steps
 
 
 def fingerprint_inputs(hp: Hyperparameters, data: Data, tasks: str | None) -> dict[str, Any]:

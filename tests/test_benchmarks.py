@@ -115,12 +115,20 @@ def test_throughput_measures_ours_and_fsdp1(tmp_path: Path) -> None:
         assert sum(result["shares"][part] for part in SHARES) == pytest.approx(1)
 
 
-SHARDED = TINY | {"max_seq_len": 64, "batch_size": 4, "shard_group_size": 1}
+def sharded(dtype: str | None) -> list[dict[str, Any]]:
+    """A point for each strategy, hybrid ones in groups of one rank."""
+    points: list[dict[str, Any]] = []
+    for name in STRATEGIES:
+        point = TINY | {"max_seq_len": 64, "batch_size": 4, "amp_dtype": dtype, "sharding": name}
+        if name.startswith("hybrid"):
+            point["shard_group_size"] = 1
+        points.append(point)
+    return points
 
 
 @pytest.mark.slow
 def test_sharding_memory_equals_the_formulas() -> None:
-    points = [SHARDED | {"amp_dtype": "bfloat16", "sharding": name} for name in STRATEGIES]
+    points = sharded("bfloat16")
     for point, found in zip(points, run_ranks(2, points, 0), strict=True):
         hp = Hyperparameters.from_flat(point)
         shards = mesh_shape(hp.parallel, 2, 2).shard
@@ -136,7 +144,7 @@ def test_sharding_memory_equals_the_formulas() -> None:
 @pytest.mark.slow
 def test_sharding_peak_is_the_planned_one() -> None:
     # In float32, as products in bfloat16 need scratch memory on CPUs without it.
-    points = [SHARDED | {"amp_dtype": None, "sharding": name} for name in STRATEGIES]
+    points = sharded(None)
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
         hp = Hyperparameters.from_flat(point)
         peak = found.parameters + found.moments + min(found.transient)

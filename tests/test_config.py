@@ -591,6 +591,7 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "packing": (False, {"dataset": "jsonl"}),
     "data_workers": (2, {"dataset": "hf"}),
     "hf_config": ("x", {"dataset": "hf"}),
+    "attend_across_documents": (False, {"dataset": "tokens"}),
     "lora_alpha": (8.0, {"lora_rank": 1}),
     "use_rslora": (True, {"lora_rank": 1}),
     "lora_dropout": (0.5, {"lora_rank": 1}),

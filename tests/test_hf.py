@@ -650,11 +650,11 @@ def test_tokenizer_may_have_a_token_that_the_model_does_not(
         assert hp.model.vocab_size == 280
         if text == "<image":
             opened = open_data(hp.data, hp.model.vocab_size, 8, 1, 0)
-            check_token_files(opened.datasets, 0, 1)
+            check_token_files(opened.datasets)
             assert "has 281 ids, the model 280 (vocab_size)" in opened.notes[-1]
             continue
         with pytest.raises(ConfigError, match="id 280") as refused:
-            check_token_files(open_data(hp.data, hp.model.vocab_size, 8, 1, 0).datasets, 0, 1)
+            check_token_files(open_data(hp.data, hp.model.vocab_size, 8, 1, 0).datasets)
         place = {"jsonl": f"{data}:2: ", "text": f"{data}: "}.get(dataset, "")
         assert place in str(refused.value)
 

@@ -21,15 +21,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
+import torch
 import zstandard
 
 from lm.data.files import find_files, read_json_lines
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import ByteTokenizer
-from lm.data.tokens import read_index, read_tokens
+from lm.data.tokens import read_index, read_text
 from lm.errors import ConfigError
+from lm.prepare import __main__ as prepare
 from lm.prepare.readers import read_documents, read_ids
 from lm.tasks.questions import read_tasks
+from lm.training import parallelize
+from model import IGNORE_INDEX, ModelConfig, Transformer
+from tests.support.hyperparameters import LLAMA_STYLE, TINY
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.eos_id
@@ -104,9 +109,9 @@ def test_train_data_null_is_the_standard_librarys_source() -> None:
     names = {path.name for path in files}
     assert {"argparse.py", "ast.py", "decoder.py"} <= names
     assert not [path for path in files if "test" in path.parts or "site-packages" in path.parts]
-    tokens = read_tokens(files, TOKENIZER)
+    tokens, ends = read_text(files, TOKENIZER)
     assert len(tokens) > 5_000_000
-    assert (tokens == END).sum() == sum(path.stat().st_size > 0 for path in files)
+    assert (tokens == END).sum() == len(ends) == sum(path.stat().st_size > 0 for path in files)
 
 
 @pytest.mark.parametrize("name", ["none.txt", "*.txt", "empty"])
@@ -153,11 +158,13 @@ def test_find_files_calls_a_directory_without_files_one(tmp_path: Path) -> None:
 def test_text_files_end_with_end_of_text(tmp_path: Path) -> None:
     names = ["ü.txt", *(f"{letter}.txt" for letter in "abcdefghij")]
     one, two = (write(tmp_path / folder, *names) for folder in ("one", "two"))
-    tokens = read_tokens(one, TOKENIZER)
+    tokens, ends = read_text(one, TOKENIZER)
+    assert (tokens[ends - 1] == END).all()
+    assert len(ends) == len(names)
     assert tokens[-1] == END
     documents = TOKENIZER.decode(tokens.tolist()).split()
     assert documents != sorted(documents) == sorted(names)
-    assert np.array_equal(read_tokens(two[::-1], TOKENIZER), tokens)
+    assert np.array_equal(read_text(two[::-1], TOKENIZER).tokens, tokens)
 
 
 def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
@@ -169,20 +176,20 @@ def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
     cut.write_bytes("aß".encode()[:-1])
     empty.touch()
     blank.touch()
-    assert read_tokens([empty, good], TOKENIZER).tolist() == [ord("x"), END]
+    assert read_text([empty, good], TOKENIZER).tokens.tolist() == [ord("x"), END]
     for files, start in (
         ([empty], f"{empty}: no text"),
         ([empty, blank], f"{empty} and 1 other .*no text"),
     ):
         with pytest.raises(ConfigError, match=f"^{start}"):
-            read_tokens(files, TOKENIZER)
+            read_text(files, TOKENIZER)
     with pytest.raises(ConfigError) as caught:
-        read_tokens([good, latin, cut, tmp_path / "gone"], TOKENIZER)
+        read_text([good, latin, cut, tmp_path / "gone"], TOKENIZER)
     starts = [f"{cut}: byte 1 ", f"{tmp_path}/gone: ", f"{latin}: byte 1 "]
     for problem, start in zip(sorted(caught.value.problems), starts, strict=True):
         assert problem.startswith(start)
     with pytest.raises(ConfigError, match=r"\.\.\. and 5 more$"):
-        read_tokens([latin] * 25, TOKENIZER)
+        read_text([latin] * 25, TOKENIZER)
 
 
 def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> None:
@@ -193,7 +200,7 @@ def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> N
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
     with pytest.raises(ConfigError) as refused:
-        read_tokens(find_files(str(tmp_path), "train_data"), TOKENIZER)
+        read_text(find_files(str(tmp_path), "train_data"), TOKENIZER)
     (problem,) = refused.value.problems
     assert problem.startswith(f"{tmp_path}: 4 of 7 file(s) ")
     for part in ("2 x PNG image (a.png)", "1 x PDF (c.pdf)", ".docx", f"'{tmp_path}/**/*.md'"):
@@ -209,7 +216,7 @@ def test_read_tokens_names_an_encoding_by_its_mark(encoding: str, tmp_path: Path
     with pytest.raises(
         ConfigError, match=f"^{path}: is {name}, .*iconv -f {name} -t UTF-8 {path} "
     ):
-        read_tokens([path], TOKENIZER)
+        read_text([path], TOKENIZER)
 
 
 def written_by(write: Callable[[io.BytesIO], object]) -> bytes:
@@ -259,7 +266,7 @@ NOT_TEXT = {
     "binary": (b'{"text": "\xff\x01"}', "byte 10 is not UTF-8; it is binary"),
 }
 READERS: dict[str, Callable[[Path], Any]] = {
-    ".txt": lambda path: read_tokens([path], TOKENIZER),
+    ".txt": lambda path: read_text([path], TOKENIZER),
     ".jsonl": lambda path: list(read_json_lines(path)),
     ".csv": lambda path: list(read_documents([path], None, "text")),
     ".md": lambda path: list(read_documents([path], None, "text")),
@@ -325,3 +332,42 @@ def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:
     for name in ("table.csv", "table.tsv"):
         assert "lm.prepare" in notes(name, 100_000)
         assert "dataset: jsonl" not in notes(name, 100_000)
+
+
+# ---- documents
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_documents_that_do_not_attend_to_each_other_are_trained_as_separate_ones(
+    kind: str, tmp_path: Path
+) -> None:
+    for number, text in enumerate(["to be", "or not to be, that", "is", "the question" * 3]):
+        (tmp_path / f"{number}.txt").write_text(text)
+    data = {"dataset": kind, "attend_across_documents": False, "batch_size": 1}
+    if kind == "tokens":
+        written = tmp_path / "written"
+        assert (
+            prepare.main([f"{tmp_path}/*.txt", "--out", str(written), "--tokenizer", "bytes"]) == 0
+        )
+        data |= {"train_data": str(written), "val_data": str(written)}
+    else:
+        data |= {"train_data": str(tmp_path), "val_data": str(tmp_path)}
+    dataset = open_data(DataConfig.model_validate(data), 264, 16, 1, 0).validation[0].dataset
+    model = Transformer(ModelConfig.model_validate(TINY | LLAMA_STYLE | {"vocab_size": 264}))
+    parallelize.initialize_parameters(model, 7)
+    n_documents = 0
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        inputs, targets, document_ids = (torch.from_numpy(part)[None] for part in sample)
+        loss = model(inputs, targets, document_ids)
+        expected = 0.0
+        for document in document_ids.unique():
+            own = document_ids == document
+            expected += model(inputs[own][None], targets[own][None]).item()
+            is_end = inputs[own] == END
+            assert (targets[own][is_end] == IGNORE_INDEX).all()
+            assert (targets[own][~is_end] != IGNORE_INDEX).all()
+            n_documents += 1
+        assert loss.item() == pytest.approx(expected, rel=1e-5)
+        assert dataset.count_targets(index) == (targets != IGNORE_INDEX).sum()
+    assert n_documents > len(dataset)

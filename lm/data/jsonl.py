@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.cache import cached, describe_files
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import JsonLine, name_files, raise_together, read_json_lines
 from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.tokenizer import Tokenizer, end_text
+from lm.data.tokenizer import Tokenizer, describe_tokenizer, end_text
 from lm.errors import ConfigError, error_prefix
 from model import IGNORE_INDEX
 
@@ -35,23 +38,6 @@ class _TokenizedRecord(NamedTuple):
 
     ids: NDArray[np.uint32]
     is_target: NDArray[np.bool_]
-
-
-class _TokenizedSample(NamedTuple):
-    """The inputs and targets of a record, truncated: arrays of shape (tokens,)."""
-
-    inputs: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    full_length: int
-    """tokens before truncation"""
-
-
-class _TokenizedFiles(NamedTuple):
-    """The samples of all files, and those that were dropped."""
-
-    samples: list[_TokenizedSample]
-    dropped: list[int]
-    """of each sample without targets: the sequence length that it needs for one; 0 = it has none"""
 
 
 class JsonlDataset(Dataset):
@@ -78,58 +64,24 @@ class JsonlDataset(Dataset):
         packing: bool = True,
         held_out: bool | None = None,
     ) -> None:
-        renderer = RecordRenderer(tokenizer, text_field, completion_only)
-        samples, dropped = _tokenize_files(files, renderer, seq_len, held_out)
-        if not samples:
-            problem = _why_no_samples(dropped, seq_len, held_out, completion_only)
-            raise ConfigError(f"{name_files(files)}: {problem}")
+        options = _Options(seq_len, text_field, completion_only, packing, held_out)
+        facts = {
+            "kind": "jsonl",
+            "files": describe_files(files),
+            "tokenizer": describe_tokenizer(tokenizer),
+            "options": options._asdict(),
+        }
+        directory = cached(facts, lambda draft: _write(draft, files, tokenizer, options))
         self.seq_len = seq_len
         self._packing = packing
-        self._lay_out(samples)
-        self.note = self._describe(samples, dropped, renderer)
-
-    def _lay_out(self, samples: Sequence[_TokenizedSample]) -> None:
-        """Concatenate the samples, sequence by sequence, and index both."""
-        lengths = np.array([len(sample.inputs) for sample in samples], np.int64)
-        if self._packing:
-            sequence_numbers = pack_best_fit(lengths, self.seq_len)
-        else:
-            sequence_numbers = np.arange(len(samples))
-        order = np.argsort(sequence_numbers, kind="stable")
-        ordered = [samples[i] for i in order.tolist()]
-        self._inputs = np.concatenate([sample.inputs for sample in ordered])
-        self._targets = np.concatenate([sample.targets for sample in ordered])
-        # Where the samples and the sequences start in these arrays, and their end. The shapes are
-        # (samples + 1,) and (sequences + 1,).
-        self._document_starts = np.cumsum(np.append(0, lengths[order]))
-        is_first_of_sequence = np.diff(sequence_numbers[order], prepend=-1) > 0
-        self._sequence_starts = self._document_starts[np.append(is_first_of_sequence, True)]
-        self._target_counts = np.add.reduceat(
-            self._targets != IGNORE_INDEX, self._sequence_starts[:-1], dtype=np.int64
-        )
-
-    def _describe(
-        self,
-        samples: Sequence[_TokenizedSample],
-        dropped: Sequence[int],
-        renderer: RecordRenderer,
-    ) -> str:
-        n_tokens = len(self._inputs)
-        padding = 1 - n_tokens / (len(self) * self.seq_len)
-        note = f"{len(samples)} samples in {len(self)} sequences, {100 * padding:.1f} % padding"
-        full_lengths = [sample.full_length for sample in samples]
-        n_truncated = sum(length > self.seq_len for length in full_lengths)
-        if n_truncated > 0:
-            lost = 1 - n_tokens / sum(full_lengths)
-            note += f"; {n_truncated} truncated to max_seq_len {self.seq_len}"
-            note += f", {100 * lost:.1f} % of the tokens dropped"
-        if dropped:
-            note += f"; {len(dropped)} more dropped"
-            note += f", without targets within max_seq_len {self.seq_len}"
-        note += "".join(f"; {layout}" for layout in renderer.layouts.describe())
-        for what, how_many in renderer.notes.items():
-            note += f"; {how_many} {what}"
-        return note
+        self._inputs = _open(directory, "inputs")
+        self._targets = _open(directory, "targets")
+        self._document_starts = _open(directory, "document_starts")
+        self._sequence_starts = _open(directory, "sequence_starts")
+        self._target_counts = _open(directory, "target_counts")
+        described = json.loads((directory / _DESCRIPTION).read_text())
+        self.note = described["note"]
+        self._fingerprint = described["fingerprint"]
 
     def __len__(self) -> int:
         return len(self._sequence_starts) - 1
@@ -153,19 +105,154 @@ class JsonlDataset(Dataset):
         return int(self._target_counts[index])
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for array in (self._inputs, self._targets, self._document_starts, self._sequence_starts):
-            digest.update(array.tobytes())
-        n_samples = len(self._document_starts) - 1
-        return f"{n_samples} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
+        return self._fingerprint
+
+
+# ---- the arrays of a dataset, written once
+
+
+_DESCRIPTION = "description.json"
+"""the note and the fingerprint"""
+
+
+class _Options(NamedTuple):
+    seq_len: int
+    text_field: str
+    completion_only: bool
+    packing: bool
+    held_out: bool | None
+
+
+def _open(directory: Path, name: str) -> NDArray[Any]:
+    return np.load(directory / f"{name}.npy", mmap_mode="r")
+
+
+class _SampleWriter:
+    """Appends the inputs and targets of samples to two files, and keeps what is said of each."""
+
+    def __init__(self, directory: Path, seq_len: int) -> None:
+        self._seq_len = seq_len
+        self._paths = (directory / "inputs.raw", directory / "targets.raw")
+        self._files = [path.open("wb") for path in self._paths]
+        self.lengths = array("q")
+        self.full_lengths = array("q")
+        """tokens before truncation"""
+        self.target_counts = array("q")
+        self.dropped = array("q")
+        """of each sample without targets: the sequence length that it needs for one; 0 = none"""
+
+    def __enter__(self) -> _SampleWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def add(self, record: _TokenizedRecord) -> None:
+        """Append a record, truncated, unless that leaves no target."""
+        # The target of position i is token i + 1.
+        is_target = record.is_target[1 : self._seq_len + 1]
+        if not is_target.any():
+            self.dropped.append(_needed_length(record))
+            return
+        inputs = record.ids[:-1][: self._seq_len].astype(np.int32)
+        next_ids = record.ids[1 : self._seq_len + 1].astype(np.int32)
+        targets = np.where(is_target, next_ids, np.int32(IGNORE_INDEX))
+        for file, values in zip(self._files, (inputs, targets), strict=True):
+            file.write(values.tobytes())
+        self.lengths.append(len(inputs))
+        self.full_lengths.append(len(record.ids) - 1)
+        self.target_counts.append(int(is_target.sum()))
+
+    def read(self) -> list[NDArray[np.int32]]:
+        """Return the inputs and the targets of all samples, one after the other, and delete them.
+
+        They exist until they are released.
+        """
+        found: list[NDArray[np.int32]] = []
+        for path in self._paths:
+            found.append(np.memmap(path, np.int32, "r"))
+            path.unlink()
+        return found
+
+
+def _write(directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: _Options) -> None:
+    """Tokenize the lines of all files, and write the arrays of their dataset."""
+    renderer = RecordRenderer(tokenizer, options.text_field, options.completion_only)
+    with _SampleWriter(directory, options.seq_len) as writer:
+        _tokenize_files(files, renderer, options.held_out, writer)
+    if not writer.lengths:
+        raise ConfigError(f"{name_files(files)}: {_why_no_samples(writer.dropped, options)}")
+    lengths = np.array(writer.lengths)
+    sequence_numbers = np.arange(len(lengths))
+    if options.packing:
+        sequence_numbers = pack_best_fit(lengths, options.seq_len)
+    order = np.argsort(sequence_numbers, kind="stable")
+    # Where the samples and the sequences start in the arrays of tokens, and their end. The shapes
+    # are (samples + 1,) and (sequences + 1,).
+    document_starts = np.cumsum(np.append(0, lengths[order]))
+    is_first_of_sequence = np.diff(sequence_numbers[order], prepend=-1) > 0
+    first_samples = np.flatnonzero(is_first_of_sequence)
+    sequence_starts = document_starts[np.append(first_samples, len(lengths))]
+    target_counts = np.add.reduceat(np.array(writer.target_counts)[order], first_samples)
+    arrays = {
+        "document_starts": document_starts,
+        "sequence_starts": sequence_starts,
+        "target_counts": target_counts,
+    }
+    digest = hashlib.sha256()
+    for name, values in zip(("inputs", "targets"), writer.read(), strict=True):
+        _write_in_order(directory / f"{name}.npy", values, lengths, order)
+        digest.update(_open(directory, name).data)
+    for name, values in arrays.items():
+        np.save(directory / name, values)
+    digest.update(document_starts.data)
+    digest.update(sequence_starts.data)
+    n_sequences = len(first_samples)
+    fingerprint = f"{len(lengths)} samples in {n_sequences} sequences, sha256 {digest.hexdigest()}"
+    note = _describe(writer, n_sequences, options.seq_len, renderer)
+    (directory / _DESCRIPTION).write_text(json.dumps({"note": note, "fingerprint": fingerprint}))
+
+
+def _write_in_order(
+    path: Path, values: NDArray[np.int32], lengths: NDArray[np.int64], order: NDArray[np.int64]
+) -> None:
+    """Write the values of all samples, which are one after the other in `values`, in `order`."""
+    ends = np.cumsum(lengths)
+    ordered = np.lib.format.open_memmap(path, "w+", values.dtype, values.shape)
+    position = 0
+    for sample in order.tolist():
+        n_values = lengths[sample]
+        ordered[position : position + n_values] = values[ends[sample] - n_values : ends[sample]]
+        position += n_values
+
+
+def _describe(
+    writer: _SampleWriter, n_sequences: int, seq_len: int, renderer: RecordRenderer
+) -> str:
+    """Return a line on the samples, on what was truncated and dropped, and on what was read."""
+    n_tokens = sum(writer.lengths)
+    n_samples = len(writer.lengths)
+    padding = 1 - n_tokens / (n_sequences * seq_len)
+    note = f"{n_samples} samples in {n_sequences} sequences, {100 * padding:.1f} % padding"
+    n_truncated = sum(length > seq_len for length in writer.full_lengths)
+    if n_truncated > 0:
+        lost = 1 - n_tokens / sum(writer.full_lengths)
+        note += f"; {n_truncated} truncated to max_seq_len {seq_len}"
+        note += f", {100 * lost:.1f} % of the tokens dropped"
+    if writer.dropped:
+        note += f"; {len(writer.dropped)} more dropped"
+        note += f", without targets within max_seq_len {seq_len}"
+    note += "".join(f"; {layout}" for layout in renderer.layouts.describe())
+    for what, how_many in renderer.notes.items():
+        note += f"; {how_many} {what}"
+    return note
 
 
 def _tokenize_files(
-    files: Sequence[Path], renderer: RecordRenderer, seq_len: int, held_out: bool | None
-) -> _TokenizedFiles:
+    files: Sequence[Path], renderer: RecordRenderer, held_out: bool | None, writer: _SampleWriter
+) -> None:
     """Read and tokenize the lines of all files; raise the first error of each file together."""
-    samples: list[_TokenizedSample] = []
-    dropped: list[int] = []
     errors: list[ConfigError] = []
     numbers = itertools.count()
     for file in files:
@@ -173,15 +260,10 @@ def _tokenize_files(
         records = renderer.render_lines(lines)
         try:
             for record in _tokenize_records(records, renderer.tokenizer):
-                # The target of position i is token i + 1.
-                if record.is_target[1 : seq_len + 1].any():
-                    samples.append(_make_sample(record, seq_len))
-                else:
-                    dropped.append(_needed_length(record))
+                writer.add(record)
         except ConfigError as error:
             errors.append(error)
     raise_together(errors)
-    return _TokenizedFiles(samples, dropped)
 
 
 def _select_lines(
@@ -236,25 +318,16 @@ def _needed_length(record: _TokenizedRecord) -> int:
     return int(positions[0]) + 1
 
 
-def _make_sample(record: _TokenizedRecord, seq_len: int) -> _TokenizedSample:
-    inputs = record.ids[:-1]
-    next_ids = record.ids[1:].astype(np.int32)
-    targets = np.where(record.is_target[1:], next_ids, np.int32(IGNORE_INDEX))
-    return _TokenizedSample(inputs[:seq_len].astype(np.int32), targets[:seq_len], len(inputs))
-
-
-def _why_no_samples(
-    dropped: Sequence[int], seq_len: int, held_out: bool | None, completion_only: bool
-) -> str:
+def _why_no_samples(dropped: Sequence[int], options: _Options) -> str:
     """Return the problem of files that have no sample with targets."""
     needed_length = max(dropped, default=0)
     if needed_length > 0:
-        return f"max_seq_len {seq_len} cuts off all targets; use {needed_length} or more"
-    if dropped and completion_only:
+        return f"max_seq_len {options.seq_len} cuts off all targets; use {needed_length} or more"
+    if dropped and options.completion_only:
         return "no line has targets; add completions, or set loss_on: all"
     if dropped:
         return "no line has two tokens, one to predict from the other; add text"
-    if held_out is None:
+    if options.held_out is None:
         return "no samples; add lines"
     return "no samples; add lines, or set val_data: without it, every 20th line is held out"
 

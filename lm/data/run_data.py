@@ -20,11 +20,12 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lm.data.tokens import (
+    Documents,
     SyntheticDataset,
     TokenFileDataset,
     TokenWindowDataset,
     read_index,
-    read_tokens,
+    read_text,
 )
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fields import Config, Fixed, Logged, Needs, Varied
@@ -42,6 +43,8 @@ MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
 _HUB_DATASET = re.compile(r"[\w.-]+/[\w-]+")
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+TOKENIZED_ONCE = ("text", "jsonl")
+"""Values of `dataset` whose tokens are computed at the first start, and kept in a cache."""
 PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue unless prompt is set."""
 
@@ -50,6 +53,7 @@ T = TypeVar("T")
 OfFiles = Annotated[T, Needs("dataset", ("text", "tokens", "jsonl", "hf"))]
 OfRecords = Annotated[T, Needs("dataset", ("jsonl", "hf"))]
 OfJsonLines = Annotated[T, Needs("dataset", ("jsonl",))]
+OfTokens = Annotated[T, Needs("dataset", ("text", "tokens"))]
 OfStreams = Annotated[T, Needs("dataset", ("hf",))]
 
 
@@ -108,6 +112,11 @@ class DataConfig(Config, frozen=True):
     )
     hf_config: OfStreams[Logged[str | None]] = Field(
         None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)"
+    )
+    attend_across_documents: OfTokens[Fixed[bool]] = Field(
+        True,
+        description="attend to earlier documents of a sequence; false = each document by itself,"
+        " without a target after its end (text, tokens)",
     )
     shuffle: Fixed[bool] = Field(True, description="shuffle the samples in each epoch, by the seed")
     batch_size: Varied[Logged[int]] = Field(
@@ -313,24 +322,32 @@ def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedData
     assert not isinstance(where, dict)  # as only token files have weights
     train_files = files.find_files(where, "train_data")
     tokenizer.limit_ids(vocab_size)
-    train = _read_text("train_data", train_files, tokenizer)
-    notes = _text_notes(train_files, train, tokenizer)
-    validation: dict[str | None, NDArray[np.uint32]] = {}
+    with error_prefix("train_data"):
+        tokens, ends = read_text(train_files, tokenizer)
+    notes = _text_notes(train_files, tokens, tokenizer)
+    n_held_out = 0
     if config.val_data is None:
-        n_held_out = max(seq_len + 1, round(len(train) * VALIDATION_SHARE))
-        train, validation[None] = np.split(train, [-n_held_out])
+        n_held_out = max(seq_len + 1, round(len(tokens) * VALIDATION_SHARE))
+    n_trained = max(0, len(tokens) - n_held_out)
+
+    def windows(
+        tokens: NDArray[np.uint32], ends: NDArray[np.int64], start: int, stop: int
+    ) -> TokenWindowDataset:
+        documents = None
+        if not config.attend_across_documents:
+            documents = Documents(ends[ends > start] - start)
+        return TokenWindowDataset(tokens[start:stop], seq_len, documents)
+
+    train = windows(tokens, ends, 0, n_trained)
+    validation: list[ValidationSet] = []
+    if config.val_data is None:
+        validation.append(ValidationSet(None, windows(tokens, ends, n_trained, len(tokens))))
     for name, where in config.named_val_data.items():
         key = set_key(name)
-        validation[name] = _read_text(key, files.find_files(where, key), tokenizer)
-    sets: list[ValidationSet] = []
-    for name, tokens in validation.items():
-        sets.append(ValidationSet(name, TokenWindowDataset(tokens, seq_len)))
-    return _OpenedDatasets([TokenWindowDataset(train, seq_len)], sets, tokenizer, notes)
-
-
-def _read_text(key: str, found: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    with error_prefix(key):
-        return read_tokens(found, tokenizer)
+        with error_prefix(key):
+            read = read_text(files.find_files(where, key), tokenizer)
+        validation.append(ValidationSet(name, windows(*read, 0, len(read.tokens))))
+    return _OpenedDatasets([train], validation, tokenizer, notes)
 
 
 def _text_notes(found: list[Path], tokens: NDArray[np.uint32], tokenizer: Tokenizer) -> list[str]:
@@ -388,8 +405,13 @@ def default_vocab_size(config: DataConfig) -> int:
 @oserror_as_config_error
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
     train_paths = _train_index_paths(config)
+
+    def open_file(path: Path) -> TokenFileDataset:
+        attends_across = config.attend_across_documents
+        return TokenFileDataset(path, seq_len, vocab_size, attends_across=attends_across)
+
     with error_prefix("train_data"):
-        train = [TokenFileDataset(path, seq_len, vocab_size) for path in train_paths]
+        train = [open_file(path) for path in train_paths]
     for dataset in train:
         _check_token_dataset("train_data", dataset, train[0])
     named = config.named_val_data
@@ -403,7 +425,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
     for name, where in named.items():
         key = set_key(name)
         with error_prefix(key):
-            dataset = TokenFileDataset(_validation_index_path(where), seq_len, vocab_size)
+            dataset = open_file(_validation_index_path(where))
         _check_token_dataset(key, dataset, train[0])
         validation.append(ValidationSet(name, dataset))
     tokenizer = _load_token_files_tokenizer(config, train[0])

@@ -209,7 +209,8 @@ class FileTokenizer:
         self._named_tokens = special_tokens.find_named(self._config)
         self.eos_id: int = self._find_eos_id(vocabulary)
         self.bos_id: int | None = vocabulary.get(self._named_tokens.get("bos_token", ""))
-        self._n_model_ids = self.vocab_size
+        self.n_model_ids = self.vocab_size
+        """ids that texts may have"""
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"tokenizer: {self._name}: {problem}")
@@ -275,7 +276,7 @@ class FileTokenizer:
         Raises:
             ConfigError: end of text is such an id.
         """
-        self._n_model_ids = n_ids
+        self.n_model_ids = n_ids
         if self.eos_id >= n_ids:
             problem = f"{self._describe_id(self.eos_id)}, and ends texts"
             advice = "set eos_token in its tokenizer_config.json to another token"
@@ -285,14 +286,14 @@ class FileTokenizer:
 
     def _describe_id(self, token: int) -> str:
         text = json.dumps(self._encoder.id_to_token(token), ensure_ascii=False)
-        return f"{text} is id {token}, which the model, with {self._n_model_ids} ids, does not have"
+        return f"{text} is id {token}, which the model, with {self.n_model_ids} ids, does not have"
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raise ConfigError for ids that the model does not have."""
-        if self.vocab_size <= self._n_model_ids:
+        if self.vocab_size <= self.n_model_ids:
             return
         highest = max(ids, default=0)
-        if highest >= self._n_model_ids:
+        if highest >= self.n_model_ids:
             problem = self._describe_id(highest)
             raise self._error(f"{problem}; remove it from the text, or {_enlarge(highest + 1)}")
 
@@ -552,6 +553,21 @@ def _parse_tokenizer(content: bytes) -> Any:
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return all that the tokens of a record depend on, as JSON."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return {"identity": tokenizer.identity}
+    date = tokenizer.date or datetime.date.today()
+    files = {name: hashlib.sha256(text).hexdigest() for name, text in tokenizer.files.items()}
+    return {
+        "identity": tokenizer.identity,
+        "files": files,
+        "n_ids": tokenizer.n_model_ids,
+        "template_kwargs": tokenizer.template_kwargs,
+        "date": date.isoformat(),
+    }
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:

@@ -9,29 +9,30 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
+from lm.data.cache import cache_directory, cached, describe_files
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import decode_utf8, name_files, raise_together, read_blocks
 from lm.data.signatures import NotTextError, check_pointer
-from lm.data.tokenizer import Tokenizer, encode_documents
+from lm.data.tokenizer import Tokenizer, describe_tokenizer, encode_documents
 from lm.errors import ConfigError, error_prefix
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
+from model import IGNORE_INDEX
 
-_CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-CHECKED = Path(_CACHE) / "lm" / "checked"
-"""Directory with an empty file for each token file that was intact on this machine."""
+_WRITE_AGAIN = "write it again with python -m lm.prepare"
 
 
 def next_token_sample(ids: NDArray[np.int64]) -> Sample:
@@ -64,54 +65,116 @@ class SyntheticDataset(Dataset):
         return f"synthetic {self.n_samples} x {self.seq_len} of {self.vocab_size}"
 
 
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents in an array of tokens end."""
+
+    ends: NDArray[np.integer[Any]]
+    """the position after the last token of each, sorted"""
+
+    def separate(self, sample: Sample, start: int) -> Sample:
+        """Return the sample at position `start` as one in which documents do not see each other.
+
+        The last token of a document has no target, as what follows is another one.
+        """
+        positions = np.arange(start, start + len(sample.inputs))
+        document_ids = np.searchsorted(self.ends, positions, side="right")
+        is_last = np.isin(positions + 1, self.ends[document_ids[0] : document_ids[-1] + 1])
+        targets = np.where(is_last, IGNORE_INDEX, sample.targets)
+        return Sample(sample.inputs, targets, document_ids - document_ids[0])
+
+    def count_targets(self, start: int, seq_len: int) -> int:
+        """Return how many tokens of the sample at `start` have a target."""
+        first, last = np.searchsorted(self.ends, [start, start + seq_len], side="right")
+        return seq_len - int(last - first)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenWindowDataset(Dataset):
-    """An array of tokens cut into windows: a window's last target is the next one's first input."""
+    """An array of tokens cut into windows: a window's last target is the next one's first input.
+
+    Args:
+        documents: that do not see each other; None = attention crosses them.
+    """
 
     tokens: NDArray[np.integer[Any]]
     seq_len: int
+    documents: Documents | None = None
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Sample:
         start = index * self.seq_len
-        ids = self.tokens[start : start + self.seq_len + 1]
-        return next_token_sample(ids.astype(np.int64))
+        ids = np.asarray(self.tokens[start : start + self.seq_len + 1], np.int64)
+        sample = next_token_sample(ids)
+        if self.documents is None:
+            return sample
+        return self.documents.separate(sample, start)
+
+    def count_targets(self, index: int) -> int:
+        if self.documents is None:
+            return self.seq_len
+        return self.documents.count_targets(index * self.seq_len, self.seq_len)
 
     def fingerprint(self) -> str:
-        return f"{len(self.tokens)} tokens, sha256 {sha256(self.tokens.tobytes()).hexdigest()}"
+        digest = sha256(np.ascontiguousarray(self.tokens).data).hexdigest()
+        return f"{len(self.tokens)} tokens, sha256 {digest}"
 
 
-def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    """Return the tokens of text files, (tokens,), with an end-of-text token after each file.
+class TextTokens(NamedTuple):
+    """The tokens of text files, (tokens,), and where the files end in them."""
+
+    tokens: NDArray[np.uint32]
+    ends: NDArray[np.int64]
+
+
+def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TextTokens:
+    """Return the tokens of text files, with an end-of-text token after each file.
 
     Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both
     sides.
     """
-    parts: list[NDArray[np.uint32]] = []
+    ordered = sorted(files, key=_name_hash)
+    facts = {
+        "kind": "text",
+        "files": describe_files(ordered),
+        "tokenizer": describe_tokenizer(tokenizer),
+    }
+    directory = cached(facts, lambda draft: _write_text(draft, ordered, tokenizer))
+    tokens = np.memmap(directory / "tokens", np.uint32, "r")
+    return TextTokens(tokens, np.load(directory / "ends.npy"))
+
+
+def _write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
+    ends = array("q")
+    n_tokens = 0
     others: dict[Path, NotTextError] = {}
     errors: list[ConfigError] = []
-    for path in sorted(files, key=_name_hash):
-        try:
-            content = b"".join(read_blocks(path))
-            if content:
-                text = decode_utf8(path, content)
-                with error_prefix(str(path)):
-                    parts += encode_documents(tokenizer, [text])
-        except NotTextError as error:
-            others[path] = error
-        except ConfigError as error:
-            errors.append(error)
+    with (directory / "tokens").open("wb") as tokens:
+        for path in files:
+            try:
+                content = b"".join(read_blocks(path))
+                if content:
+                    text = decode_utf8(path, content)
+                    with error_prefix(str(path)):
+                        (ids,) = encode_documents(tokenizer, [text])
+                    tokens.write(ids.tobytes())
+                    n_tokens += len(ids)
+                    ends.append(n_tokens)
+            except NotTextError as error:
+                others[path] = error
+            except ConfigError as error:
+                errors.append(error)
     if others:
         errors.append(_not_text(others, files))
     raise_together(errors)
-    if not parts:
+    if not ends:
         raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
-    return np.concatenate(parts)
+    np.save(directory / "ends.npy", np.array(ends))
 
 
-def _not_text(others: Mapping[Path, NotTextError], files: list[Path]) -> ConfigError:
+def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> ConfigError:
     """Return the error that of `files`, `others` are not text, by format."""
     by_format: dict[str, list[Path]] = {}
     for path, error in others.items():
@@ -195,10 +258,16 @@ class TokenFileDataset(Dataset):
     Args:
         path: NAME.json.
         vocab_size: exclusive upper bound of valid ids.
+        attends_across: whether attention crosses the ends of documents.
     """
 
-    def __init__(self, path: Path, seq_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, path: Path, seq_len: int, vocab_size: int, *, attends_across: bool = True
+    ) -> None:
         self.index = read_index(path)
+        self.documents: Documents | None = None
+        if not attends_across:
+            self.documents = Documents(_open_ends(path.with_suffix(".ends"), self.index))
         self.path = path.with_suffix(".bin")
         self._file = open_regular(self.path)
         weakref.finalize(self, os.close, self._file)
@@ -224,7 +293,15 @@ class TokenFileDataset(Dataset):
             problem = f"id {ids[at]} is not less than vocab_size {self._vocab_size}"
             advice = f"set vocab_size to {self.index.vocab_size}"
             raise ConfigError(f"{place}: {problem}; {advice}", rank_local=True)
-        return next_token_sample(ids)
+        sample = next_token_sample(ids)
+        if self.documents is None:
+            return sample
+        return self.documents.separate(sample, index * self.seq_len)
+
+    def count_targets(self, index: int) -> int:
+        if self.documents is None:
+            return self.seq_len
+        return self.documents.count_targets(index * self.seq_len, self.seq_len)
 
     def check_ids(self) -> None:
         """Raise ConfigError for ids beyond `vocab_size`, which a larger tokenizer may have."""
@@ -236,35 +313,48 @@ class TokenFileDataset(Dataset):
         return f"{self.index.tokens} tokens, crc32c {self.index.crc32c:08x}"
 
 
-def check_token_files(datasets: Iterable[Dataset], local_rank: int, local_size: int) -> None:
-    """Compare NAME.bin of each token file in `datasets` with its checksum and with the model's ids.
+def _open_ends(path: Path, index: TokenIndex) -> NDArray[np.int64]:
+    """Map NAME.ends; its checksum is compared with that of NAME.bin."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {_WRITE_AGAIN}") from None
+    if size != 8 * index.documents:
+        problem = f"{size} bytes, but the ends of {index.documents} documents are 8 bytes each"
+        raise ConfigError(f"{path}: {problem}; {_WRITE_AGAIN}")
+    return np.memmap(path, "<i8", "r")  # written as unsigned, which NumPy would compare as floats
 
-    The ranks of a machine check a share of the files each. A file is read once: what was intact is
-    remembered in `CHECKED` by name, size, time of change and inode.
+
+def check_token_files(datasets: Iterable[Dataset]) -> None:
+    """Compare each token file in `datasets` with its checksums and with the model's ids.
+
+    A file is read once: what was intact is remembered in the user's cache by name, size, time of
+    change and inode.
 
     Raises:
         ConfigError: a file is damaged or cannot be read, or holds an id that the model lacks.
     """
-    token_files = [dataset for dataset in datasets if isinstance(dataset, TokenFileDataset)]
-    for dataset in token_files[local_rank::local_size]:
+    for dataset in datasets:
+        if not isinstance(dataset, TokenFileDataset):
+            continue
         _check_token_file(dataset.path, dataset.index.crc32c)
+        if dataset.documents is not None:
+            _check_token_file(dataset.path.with_suffix(".ends"), dataset.index.ends_crc32c)
         dataset.check_ids()
 
 
 def _check_token_file(path: Path, checksum: int) -> None:
-    advice = "write it again with python -m lm.prepare"
     try:
         marker = _intact_marker(path, checksum)
         is_known = os.path.exists(marker)  # noqa: PTH110 - Path.exists may raise
         if not is_known and crc32c(path) != checksum:
             problem = f"damaged: differs from {path.stem}.json"
-            raise ConfigError(f"{path}: {problem}; {advice}", rank_local=True)
+            raise ConfigError(f"{path}: {problem}; {_WRITE_AGAIN}", rank_local=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {advice}", rank_local=True) from None
-    if CHECKED.is_absolute():  # otherwise this user has no home directory
-        with suppress(OSError):  # or it is read-only
-            CHECKED.mkdir(parents=True, exist_ok=True)
-            marker.touch()
+        raise ConfigError(f"{path}: {error.strerror}; {_WRITE_AGAIN}", rank_local=True) from None
+    with suppress(OSError):  # the cache is read-only
+        marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker.touch()
 
 
 def _intact_marker(path: Path, checksum: int) -> Path:
@@ -278,4 +368,4 @@ def _intact_marker(path: Path, checksum: int) -> Path:
         status.st_ino,
         checksum,
     )
-    return CHECKED / sha256(repr(facts).encode()).hexdigest()
+    return cache_directory() / "checked" / sha256(repr(facts).encode()).hexdigest()

@@ -300,7 +300,7 @@ def _find_inputs(
         data = open_data(
             hp.data, hp.model.vocab_size, hp.model.max_seq_len, batch_size, hp.run.seed
         )
-        check_token_files(data.datasets, 0, 1)
+        check_token_files(data.datasets)
         check_searcher(searcher, hp.tasks, data)
         tasks = read_tasks(hp.tasks.eval_tasks or (), hp.tasks.eval_limit)
         return fingerprint_inputs(hp, data, fingerprint_tasks(tasks))

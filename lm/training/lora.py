@@ -104,7 +104,8 @@ def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | No
     """
     if config.lora_rank is None:
         return model
-    model.requires_grad_(False).to(dtype or torch.float32)
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.data = parameter.data.to(dtype or torch.float32)
     for parent in list(model.blocks.modules()):
         for name, layer in list(parent.named_children()):
             is_target = config.lora_targets is None or name in config.lora_targets

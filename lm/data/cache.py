@@ -1,0 +1,153 @@
+"""Arrays that are computed once from a run's data, and kept in the user's cache.
+
+An entry is a directory, named by a hash of everything that it was computed from: the contents of
+the data, the tokenizer, the options, and the code. It appears complete, by a rename, and never
+changes. Whoever needs an entry first computes it, once for all that share the cache.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import file_digest, sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from lm.errors import oserror_as_config_error
+
+KEPT_DAYS = 30
+"""Entries that no run has used for so long are deleted when another one is added."""
+_REMEMBERED_BYTES = 16 << 20
+"""from which the hash of a file is remembered"""
+_LIBRARIES = ("jinja2", "numpy", "tokenizers", "transformers", "trl")
+
+
+def cache_directory() -> Path:
+    """Return the directory for what this user's runs compute."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lm"
+
+
+@oserror_as_config_error
+def cached(facts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
+    """Return the directory that `build` has filled, by now or earlier.
+
+    Without a cache that can be written, it is a temporary one of this process.
+
+    Args:
+        facts: what the content depends on besides the code, as JSON.
+    """
+    text = json.dumps({"code": _code(), **facts}, sort_keys=True)
+    entry = _root() / sha256(text.encode()).hexdigest()
+    with _lock(entry.with_suffix(".lock")):
+        if not entry.is_dir():
+            _build(build, entry)
+            _delete_unused(entry.parent)
+        os.utime(entry)
+    return entry
+
+
+def _root() -> Path:
+    root = cache_directory() / "tokens"
+    with suppress(OSError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.access(root, os.W_OK | os.X_OK):
+        return root
+    return _temporary_root()
+
+
+@functools.cache
+def _temporary_root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="lm-tokens-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Wait for whoever computes the same entry. Without locks, both do, and one result stays."""
+    lock = FileLock(path)
+    with suppress(NotImplementedError):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(build: Callable[[Path], None], entry: Path) -> None:
+    for draft in entry.parent.glob(f".{entry.name}-*"):
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
+    try:
+        build(draft)
+        for path in draft.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        draft.rename(entry)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _delete_unused(root: Path) -> None:
+    oldest = time.time() - KEPT_DAYS * 86400
+    for path in root.iterdir():
+        with suppress(OSError):  # another process deletes it, too
+            if path.stat().st_mtime < oldest:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
+@functools.cache
+def _code() -> list[str]:
+    """Return what identifies the code that computes: the sources of this package, and versions."""
+    digest = sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    code = [digest.hexdigest()]
+    for name in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            code.append(f"{name} {metadata.version(name)}")
+    return code
+
+
+def describe_files(files: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return the name of each file, and the hash of its content."""
+    described: list[tuple[str, str]] = []
+    for path in files:
+        try:
+            described.append((path.name, _content_hash(path)))
+        except OSError:  # who reads the file says why
+            described.append((path.name, f"not read at {time.time_ns()}"))
+    return described
+
+
+def _content_hash(path: Path) -> str:
+    """Return the SHA-256 of a file; that of a large one is remembered until the file changes."""
+    status = path.stat()
+    if status.st_size < _REMEMBERED_BYTES:
+        return sha256(path.read_bytes()).hexdigest()
+    state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    name = sha256(repr((path.absolute(), state)).encode()).hexdigest()
+    known = cache_directory() / "hashes" / name
+    with suppress(OSError):
+        return known.read_text()
+    with path.open("rb") as file:
+        found = file_digest(file, "sha256").hexdigest()
+    with suppress(OSError):
+        known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = known.with_name(f"{known.name}.{os.getpid()}")
+        draft.write_text(found)
+        draft.rename(known)
+    return found

@@ -1,0 +1,136 @@
+"""What is computed from data is computed once, and only complete results are used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lm.data.cache import KEPT_DAYS, cache_directory, cached, describe_files
+from lm.data.jsonl import JsonlDataset
+from lm.data.tokenizer import load_tokenizer
+from lm.errors import ConfigError
+from tests.support import REPOSITORY
+
+BUILD = """
+import os, pathlib, sys
+from lm.data.cache import cached
+
+def build(directory):
+    with open("builds", "a") as file:
+        file.write("x")
+    (directory / "half").write_text("")
+    print("building", flush=True)
+    sys.stdin.readline()
+    (directory / "value").write_text("complete")
+
+print((cached({}, build) / "value").read_text(), flush=True)
+"""
+
+
+def start(tmp_path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def entries() -> list[str]:
+    names = [path.name for path in (cache_directory() / "tokens").iterdir()]
+    return sorted(name for name in names if not name.endswith(".lock"))
+
+
+def write_value(directory: Path) -> None:
+    (directory / "value").write_text("complete")
+
+
+def test_two_processes_compute_an_entry_once(tmp_path: Path) -> None:
+    with start(tmp_path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "building\n"
+        with start(tmp_path) as second:
+            output, _ = first.communicate("\n", timeout=60)
+            assert output == "complete\n"
+            assert second.communicate("\n", timeout=60) == ("complete\n", None)
+    assert (tmp_path / "builds").read_text() == "x"
+
+
+def test_killed_process_leaves_no_entry(tmp_path: Path) -> None:
+    with start(tmp_path) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == "building\n"
+        killed.send_signal(signal.SIGKILL)
+    (draft,) = entries()
+    assert draft.startswith(".")
+    with start(tmp_path) as again:
+        assert again.communicate("\n", timeout=60)[0] == "building\ncomplete\n"
+    assert entries() == [draft[1:65]]
+
+
+def test_failed_computation_leaves_nothing() -> None:
+    def fail(directory: Path) -> None:
+        (directory / "half").write_text("")
+        raise ConfigError("line 3: wrong")
+
+    with pytest.raises(ConfigError, match="line 3: wrong"):
+        cached({}, fail)
+    assert entries() == []
+
+
+def test_entries_that_nobody_uses_are_deleted() -> None:
+    old = cached({"kind": "old"}, write_value)
+    used = cached({"kind": "used"}, write_value)
+    then = time.time() - (KEPT_DAYS + 1) * 86400
+    for path in (old, used):
+        os.utime(path, (then, then))
+    cached({"kind": "used"}, write_value)
+    new = cached({"kind": "new"}, write_value)
+    assert entries() == sorted([used.name, new.name])
+
+
+def test_cache_that_cannot_be_written_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    directory = cached({"kind": "elsewhere"}, write_value)
+    assert (directory / "value").read_text() == "complete"
+    assert cached({"kind": "elsewhere"}, pytest.fail) == directory
+
+
+def test_other_content_is_another_entry(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(17 << 20))
+    (before,) = describe_files([path])
+    assert describe_files([path]) == [before], "remembered"
+    with path.open("r+b") as file:
+        file.write(b"x")
+    os.utime(path, ns=(0, 0))
+    (after,) = describe_files([path])
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_dataset_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "to be or not to be"}\n' * 8)
+    tokenizer = load_tokenizer("bytes")
+    first = JsonlDataset([path], tokenizer, 32)
+    monkeypatch.delattr(type(tokenizer), "encode_with_ends")
+    second = JsonlDataset([path], tokenizer, 32)
+    assert second.fingerprint() == first.fingerprint()
+    assert second.note == first.note
+    for index in range(len(first)):
+        for ours, theirs in zip(first[index], second[index], strict=True):
+            assert np.array_equal(ours, theirs)
+            assert torch.from_numpy(ours).dtype == torch.int64
+    with pytest.raises(AttributeError):
+        JsonlDataset([path], tokenizer, 31)
