@@ -256,11 +256,11 @@ class Trainer:
             hp.data, run.data, run.global_batch_size, world.rank, world.size, world.device
         )
         self.checkpointer = Checkpointer(hp.checkpoint, store, world, run.tokenizer_files)
+        peak = None  # no MFU, as the padding of separate samples is not computed
+        if hp.data.packing:
+            peak = peak_flops(world.device, run.amp_dtype)
         self.accumulator = MetricsAccumulator(
-            world.device,
-            world,
-            hp.training_flops_per_token,
-            peak_flops(world.device, run.amp_dtype),
+            world.device, world, hp.training_flops_per_token, peak
         )
         self.signals = PreemptionSignals(world.rank)
         self.search_stop = SearchStop(

@@ -36,6 +36,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.store import CheckpointStore
 from lm.config import FIELDS, rerun_command
+from lm.data.run_data import DataConfig
 from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
 from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
@@ -320,9 +321,12 @@ def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
         if "total_batch_size" in different:
             hint = f" (with other ranks or batch_size: total_batch_size={old['total_batch_size']})"
         remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
+        causes: list[str] = []
         if "train_data" in different:
             remedy += "; init_from with this run's directory keeps its weights"
-        raise ConfigError(*different.values(), f"this would be a different run: {remedy}")
+            causes = [changes[key] for key in DataConfig.model_fields if key in changes]
+            causes = [change for change in causes if change not in different.values()]
+        raise ConfigError(*causes, *different.values(), f"this would be a different run: {remedy}")
     require_same_base(saved, run_info)
     return [change for key, change in changes.items() if key not in UNLOGGED]
 

@@ -13,16 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.jsonl import JsonlDataset
+from lm.data.loader import Loader
 from lm.data.probe import TemplateProbe
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, load_tokenizer
 from lm.errors import ConfigError
-from model import IGNORE_INDEX
-from tests.support.hyperparameters import named_keys
+from lm.training import parallelize
+from model import IGNORE_INDEX, ModelConfig, Transformer
+from tests.support.hyperparameters import TINY, named_keys
 from tests.support.tokenizer_files import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
@@ -1035,3 +1038,26 @@ def test_jsonl_without_samples_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{file}: ") as error:
             JsonlDataset([file], BYTES, 8, held_out=held_out)
         assert named_keys(error.value) == keys
+
+
+def test_separate_samples_are_as_long_as_the_longest_of_a_micro_batch(tmp_path: Path) -> None:
+    texts = ["to be", "or not to be, that is the question", "x" * 100, "y" * 9, "z" * 20]
+    write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    path = str(tmp_path / "a.jsonl")
+    keys = {"dataset": "jsonl", "train_data": path, "val_data": path, "packing": False}
+    config = DataConfig.model_validate(keys | {"batch_size": 2, "validation_batches": 5})
+    data = open_data(config, 264, 64, 2, 0)
+    model = Transformer(ModelConfig.model_validate(TINY | {"vocab_size": 264, "max_seq_len": 64}))
+    parallelize.initialize_parameters(model, 7)
+    dataset = data.validation[0].dataset
+    lengths: list[int] = []
+    loss = 0.0
+    for _, batch in Loader(config, data, 2, 0, 1, torch.device("cpu")).validation():
+        lengths.append(batch.inputs.shape[1])
+        loss += model(*batch).item()
+    alone = 0.0
+    for index in range(len(dataset)):
+        inputs, targets, _ = dataset[index]
+        alone += model(torch.from_numpy(inputs)[None], torch.from_numpy(targets)[None]).item()
+    assert loss == pytest.approx(alone, rel=1e-6)
+    assert lengths == [40, 64, 24]

@@ -22,11 +22,12 @@ from lm import generate, sampling
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import TOKENIZER_JSON
-from lm.resume import extensions
+from lm.errors import ConfigError
+from lm.resume import extensions, require_same_run
 from lm.runtime.world import World
 from lm.tasks.scoring import Scorer
 from lm.training.optim import OptimConfig, learning_rate
-from tests.support.checkpoints import copy_with_hyperparameters, forge_manifest
+from tests.support.checkpoints import RUN_INFO, copy_with_hyperparameters, forge_manifest
 from tests.support.hyperparameters import EXACT_RUN, TINY
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
@@ -511,3 +512,16 @@ def test_complete_run_prints_commands_that_train_on(tmp_path: Path) -> None:
     assert {"lr=0.5", "run_name=test-2"} < set(separate)
     assert {"lr=0.5", "resume=fresh"} < set(restarted)
     assert "resumed from" in run_fsdp(tmp_path, *constant, code=0).stdout
+
+
+def test_change_of_a_key_that_changes_the_data_is_named() -> None:
+    saved = RUN_INFO.model_copy(update={"hyperparameters": {"packing": True, "lr": 1.0}})
+    changed = {"packing": False, "lr": 2.0}
+    now = saved.model_copy(
+        update={"hyperparameters": changed, "data": saved.data | {"train": "another"}}
+    )
+    with pytest.raises(ConfigError) as refused:
+        require_same_run(saved, now)
+    first, second, _ = refused.value.problems
+    assert first == "packing: true in the checkpoint, now false"
+    assert second.startswith("train_data: ")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.sampler import MIXTURE_BLOCK, Sampler
+from lm.data.sampler import MIXTURE_BLOCK, Permutation, Sampler
 from lm.errors import ConfigError
 
 
@@ -52,3 +55,36 @@ def test_mixture_datasets_alternate_within_a_block() -> None:
 def test_mixture_weight_too_small_for_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"^train_data: .*1e-05 .*{MIXTURE_BLOCK}"):
         Sampler([1, 1], [1, 1e-5], seed=0, shuffle=True)
+
+
+# ---- orders that are not a list
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 64, 65, 1000, 4097])
+def test_permutation_has_every_index_once(size: int) -> None:
+    orders = [Permutation(size, "order", seed, 0) for seed in range(2)]
+    indices = [[order[i] for i in range(size)] for order in orders]
+    assert sorted(indices[0]) == sorted(indices[1]) == list(range(size))
+    if size > 10:
+        assert indices[0] != indices[1] != list(range(size))
+
+
+def test_permutation_is_random() -> None:
+    size = 50_000
+    order = np.array([Permutation(size, 7)[i] for i in range(0, size, 10)])
+    uniform = np.random.default_rng(0).permutation(size)[::10]
+    for statistic in (np.mean, np.std, lambda x: np.corrcoef(x[1:], x[:-1])[0, 1] * size):
+        spread = size / len(order) ** 0.5
+        assert abs(statistic(order) - statistic(uniform)) < 5 * spread
+
+
+def test_long_epoch_has_no_list() -> None:
+    tracemalloc.start()
+    sampler = Sampler([2 * 10**8], [1.0], seed=7, shuffle=True)
+    drawn = [sampler[position][1] for position in range(5000)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(drawn)) == 5000
+    assert 0.9e8 < np.mean(drawn) < 1.1e8
+    assert peak < 1 << 20
+    assert sampler[2 * 10**8 + 3] != sampler[3], "the next epoch has another order"

@@ -119,6 +119,20 @@ def both(folder: Path, count: int = 50, **changes: Any) -> Path:
     return write(folder, range(count), **changes).parent
 
 
+def test_mixture_is_validated_on_each_of_its_directories(tmp_path: Path) -> None:
+    a, b = str(both(tmp_path / "a")), str(both(tmp_path / "b", 30))
+    data = opened({a: 3, b: 1})
+    assert [(each.name, len(each.dataset)) for each in data.validation] == [("a", 12), ("b", 7)]
+    (tmp_path / "b" / "validation.json").unlink()
+    with pytest.raises(ConfigError, match=f"^val_data: {b} has no validation part"):
+        opened({a: 3, b: 1})
+
+
+def test_validation_on_what_is_trained_on_is_said(tmp_path: Path) -> None:
+    where = str(write(tmp_path, range(50)).parent)
+    assert [note for note in opened(where, val_data=where).notes if "trained on" in note]
+
+
 def test_token_folder_holds_training_and_validation_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

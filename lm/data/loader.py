@@ -42,8 +42,15 @@ def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     return total
 
 
+LENGTHS = 8
+"""How many lengths micro-batches of one sample a row have: each is compiled."""
+
+
 class MicroBatch(NamedTuple):
-    """Arguments of one forward pass: int64 tensors of shape (batch_size, seq_len) on the device."""
+    """Arguments of one forward pass: int64 tensors of shape (batch_size, seq_len) on the device.
+
+    With `packing: false`, their length is that of the longest row, see `LENGTHS`.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -74,6 +81,7 @@ class Loader:
     ) -> None:
         self._batch_size = config.batch_size
         self._data_workers = config.data_workers
+        self._packing = config.packing
         self._data = data
         self._dp_rank = dp_rank
         self._dp_size = dp_size
@@ -173,10 +181,26 @@ class Loader:
 
     def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
         inputs, targets, document_ids = zip(*samples, strict=True)
+        if not self._packing:
+            length = self._needed_length(targets)
+            inputs = [row[:length] for row in inputs]
+            targets = [row[:length] for row in targets]
         micro_batch = MicroBatch(self._stack(inputs), self._stack(targets))
         if document_ids[0] is not None:
             micro_batch = micro_batch._replace(document_ids=self._stack(document_ids))
         return micro_batch
+
+    def _needed_length(self, targets: Sequence[NDArray[np.int64]]) -> int:
+        """Return the length that holds the targets of all rows, one of `LENGTHS`.
+
+        What comes after a row's last target changes nothing, as attention is causal.
+        """
+        seq_len = len(targets[0])
+        last = 0
+        for row in targets:
+            last = max(last, int(np.flatnonzero(row != IGNORE_INDEX).max(initial=0)))
+        unit = math.ceil(seq_len / LENGTHS)
+        return min(seq_len, unit * (last // unit + 1))
 
     def _stack(self, arrays: Sequence[NDArray[np.int64]]) -> Tensor:
         stacked = torch.from_numpy(np.stack(arrays))

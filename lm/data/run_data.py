@@ -301,6 +301,8 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
             f"{n_held_out:,} of the {n_all:,} sequences of train_data are held out for validation,"
             " as val_data is not set"
         )
+    if config.dataset != "tokens" and config.train_data in config.named_val_data.values():
+        notes.append(f"val_data: {config.train_data} is what the model is trained on")
     if config.tokenizer is not None and opened.tokenizer is None:
         problem = "not used, as the token files name no tokenizer"
         notes.append(f"tokenizer: {config.tokenizer}: {problem}")
@@ -416,22 +418,43 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
         _check_token_dataset("train_data", dataset, train[0])
     named = config.named_val_data
     if config.val_data is None:
-        directory = train_paths[0].parent
-        if not (directory / "validation.json").exists():
-            problem = f"val_data: {directory} has no validation part"
-            raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
-        named = {None: str(directory)}
+        named = _find_validation_parts(train_paths)
+    notes: list[str] = []
     validation: list[ValidationSet] = []
     for name, where in named.items():
         key = set_key(name)
         with error_prefix(key):
-            dataset = open_file(_validation_index_path(where))
+            path = _validation_index_path(where)
+            dataset = open_file(path)
+        if path in train_paths:
+            notes.append(f"{key}: {where} is what the model is trained on")
         _check_token_dataset(key, dataset, train[0])
         validation.append(ValidationSet(name, dataset))
     tokenizer = _load_token_files_tokenizer(config, train[0])
     if tokenizer is not None:
         tokenizer.limit_ids(vocab_size)
-    return _OpenedDatasets(train, validation, tokenizer)
+    return _OpenedDatasets(train, validation, tokenizer, notes)
+
+
+def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]:
+    """Return the directories of `train_paths`, each with the name of its validation set.
+
+    One directory needs no name; several have those of the directories.
+
+    Raises:
+        ConfigError: a directory has no validation part.
+    """
+    named: dict[str | None, str] = {}
+    for path in train_paths:
+        directory = path.parent
+        if not (directory / "validation.json").exists():
+            problem = f"val_data: {directory} has no validation part"
+            raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", directory.resolve().name)[:30] or "root"
+        if name in named:
+            name = f"{name}-{len(named)}"
+        named[name if len(train_paths) > 1 else None] = str(directory)
+    return named
 
 
 def _validation_index_path(where: str) -> Path:

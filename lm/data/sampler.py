@@ -18,16 +18,61 @@ MIXTURE_BLOCK = 1024
 """Samples in which each dataset of a mixture has exactly its share: 1 / 1024 is the smallest."""
 
 
+LISTED = 2**24
+"""Samples of an epoch up to which their order is a list."""
+_ROUNDS = 6
+_MASK = 2**64 - 1
+
+
+class Permutation:
+    """A random permutation of 0 .. size - 1 that is computed index by index, without a list.
+
+    A Feistel network permutes the numbers of so many bits; what it maps out of the range is mapped
+    again until it is inside (cycle walking: Black and Rogaway, 2002).
+    """
+
+    def __init__(self, size: int, *purpose: object) -> None:
+        self._size = size
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._keys = [derive_seed("permutation", *purpose, number) for number in range(_ROUNDS)]
+
+    def __getitem__(self, index: int) -> int:
+        half_mask = (1 << self._half) - 1
+        while True:
+            left = index >> self._half
+            right = index & half_mask
+            for key in self._keys:
+                left, right = right, left ^ (_mix(right ^ key) & half_mask)
+            index = left << self._half | right
+            if index < self._size:
+                return index
+
+
+def _mix(value: int) -> int:
+    """Return a hash of 64 bits: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
+
+
 class _Order(NamedTuple):
-    """The order of one epoch of a dataset, or of one block of a mixture."""
+    """The order of one epoch of a dataset."""
 
     number: int
-    """of the epoch or block; -1 = none has been drawn"""
-    indices: NDArray[np.int64]
-    """of samples in the dataset, or of datasets in the mixture"""
+    """-1 = none has been drawn"""
+    indices: NDArray[np.int64] | Permutation | range
+    """of samples in the dataset"""
 
 
-_NOT_DRAWN = _Order(-1, np.empty(0, np.int64))
+class _Block(NamedTuple):
+    """The order of one block of a mixture."""
+
+    number: int
+    """-1 = none has been drawn"""
+    datasets: NDArray[np.int64]
+
+
+_NOT_DRAWN = _Order(-1, range(0))
 
 
 class Sampler:
@@ -55,7 +100,7 @@ class Sampler:
         self._quotas = block_quotas(weights)
         # Consecutive positions are in the same block and epochs, so the orders drawn last are kept.
         self._epochs = [_NOT_DRAWN for _ in sizes]
-        self._block = _NOT_DRAWN
+        self._block = _Block(-1, np.empty(0, np.int64))
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return the number of a dataset, and the index of the sample in it."""
@@ -82,23 +127,25 @@ class Sampler:
         if self._block.number != block:
             datasets = np.repeat(np.arange(len(self._quotas)), self._quotas)
             rng = np.random.default_rng(derive_seed("mixture", self._seed, block))
-            self._block = _Order(block, rng.permutation(datasets))
-        return self._block.indices
+            self._block = _Block(block, rng.permutation(datasets))
+        return self._block.datasets
 
-    def _epoch_order(self, dataset: int, epoch: int) -> NDArray[np.int64]:
+    def _epoch_order(self, dataset: int, epoch: int) -> NDArray[np.int64] | Permutation | range:
         """Return the index of each sample of `epoch`: a permutation of the dataset's indices."""
         if self._epochs[dataset].number != epoch:
-            size = self._sizes[dataset]
-            if self._shuffle:
-                purpose = ["order", self._seed, epoch]
-                if dataset > 0:  # the first has the order that it has without the others
-                    purpose.append(dataset)
-                rng = np.random.default_rng(derive_seed(*purpose))
-                indices = rng.permutation(size)
-            else:
-                indices = np.arange(size)
-            self._epochs[dataset] = _Order(epoch, indices)
+            self._epochs[dataset] = _Order(epoch, self._draw_order(dataset, epoch))
         return self._epochs[dataset].indices
+
+    def _draw_order(self, dataset: int, epoch: int) -> NDArray[np.int64] | Permutation | range:
+        size = self._sizes[dataset]
+        if not self._shuffle:
+            return range(size)
+        purpose = ["order", self._seed, epoch]
+        if dataset > 0:  # the first has the order that it has without the others
+            purpose.append(dataset)
+        if size > LISTED:
+            return Permutation(size, *purpose)
+        return np.random.default_rng(derive_seed(*purpose)).permutation(size)
 
 
 def block_quotas(weights: Sequence[float]) -> list[int]:
