@@ -293,8 +293,9 @@ def _emulate_precision_casts() -> None:
 def _allow_graphs(n_kinds: int) -> None:
     from torch._dynamo import config as dynamo
 
-    # Blocks of a kind have several: of the first one over frozen embeddings, and of validation.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 8 * n_kinds)
+    # Blocks of a kind have several: of the first one over frozen embeddings, of validation, and of
+    # the lengths of separate samples.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64 * n_kinds)
 
 
 def _use_deterministic_kernels() -> None:
