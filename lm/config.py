@@ -912,9 +912,12 @@ def _key_rows(part: type[Config]) -> Iterator[_KeyRow]:
 
 def _preset_rows() -> Iterator[_PresetRow]:
     for name, preset in PRESETS.items():
-        millions = ModelConfig.model_validate({"model": name}).n_parameters / 1e6
+        size = "any"
+        if "d_model" in preset:
+            n_parameters = ModelConfig.model_validate({"model": name}).n_parameters
+            size = f"{n_parameters / 1e6:,.0f}M"
         keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in preset.items())
-        yield _PresetRow(name, f"{millions:,.0f}M", keys)
+        yield _PresetRow(name, size, keys)
 
 
 def _summary(part: type[Config]) -> str:

@@ -24,14 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from lm.checkpoint.locate import find_checkpoint
-from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer
 from lm.errors import ConfigError, RunError, command, escape_control
 from lm.hf import weights
-from lm.hf.base import load_model
+from lm.hf.base import open_model
 from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
@@ -40,7 +37,6 @@ from lm.tasks.packing import tokenize
 from lm.tasks.questions import read_tasks
 from lm.tasks.scoring import Mean, Scorer, TaskResult, grade
 from lm.tasks.task import Task
-from model import Transformer
 
 _TIMEOUT = 600.0
 """Longest wait for another rank (seconds)."""
@@ -49,39 +45,12 @@ Results = dict[str, TaskResult]
 """of a model, by task"""
 
 
-def open_any_model(
-    source: str, device: torch.device, base_dir: Path | None, dtype: torch.dtype = torch.float32
-) -> tuple[Transformer, Tokenizer]:
-    """Return the model and the tokenizer of a checkpoint, a run or a Hugging Face model.
-
-    Raises:
-        ConfigError: there is none at `source`, it has no tokenizer, or no use for `base_dir`.
-        RunError: a file is damaged.
-    """
-    if not weights.is_model(source):
-        model, tokenizer = load_model(find_checkpoint(source), device, base_dir)
-        return model.to(dtype), tokenizer
-    if base_dir is not None:
-        raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
-    directory = weights.find_source(source)
-    config = weights.open_model(directory).config
-    tokenizer = weights.load_model_tokenizer(directory, config)
-    if tokenizer is None:
-        raise ConfigError(f"{source}: has no {TOKENIZER_JSON}; add the model's")
-    with torch.device("meta"):
-        model = Transformer(config).to(dtype)
-    model.to_empty(device=device)
-    weights.read_directory(directory, model)
-    return model, tokenizer
-
-
 def score_model(
     source: str, tasks: Sequence[Task], args: argparse.Namespace, world: World
 ) -> Results:
     """Return the results of the model `source`, on every rank."""
     with world.all_or_none():
-        dtype = weights.WEIGHT_DTYPES[args.dtype]
-        model, tokenizer = open_any_model(source, world.device, args.base, dtype)
+        model, tokenizer = open_model(source, world.device, args.dtype, args.base)
         config = model.config
         if args.max_tokens is not None:
             shorter = min(args.max_tokens, config.max_seq_len)

@@ -4,16 +4,16 @@
     python -m lm.generate CHECKPOINT --chat [--system TEXT]
 
 Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--min-p P]
-[--repetition-penalty R] [--seed S] [--stop TEXT] [--base DIRECTORY].
+[--repetition-penalty R] [--seed S] [--stop TEXT] [--base DIRECTORY] [--dtype DTYPE].
 
 If --prompt is -, prompts are read from standard input, one per line, and continued in batches with
 the same results as one by one. --chat answers each line of standard input with the tokenizer's chat
 template: Ctrl-C ends an answer, the end of the input ends the chat. A text ends at the tokenizer's
 end of text, at a token of generation_config.json or before the TEXT of --stop, an answer also at
-the template's end of turn. CHECKPOINT is the directory or URL of a checkpoint, written
-by any number of ranks, or of a run, which means its newest. It is loaded into one process, on a GPU
-if one is available. LoRA adapters are merged into their base, which is read from where it was in
-training, or from DIRECTORY.
+the template's end of turn. CHECKPOINT is the directory or URL of a checkpoint, written by any
+number of ranks, or of a run, which means its newest, or a Hugging Face model, as a directory or
+OWNER/MODEL. It is loaded into one process, on a GPU if one is available. LoRA adapters are merged
+into their base, which is read from where it was in training, or from DIRECTORY.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import NamedTuple
 import torch
 
 from lm import sampling
-from lm.checkpoint.locate import find_checkpoint
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, escape_control
-from lm.hf.base import load_model
+from lm.hf.base import open_model
+from lm.hf.weights import WEIGHT_DTYPES
 from lm.launch.launch import is_thread_count_set
 from lm.launch.machine import usable_cores
 from model import Transformer
@@ -277,7 +277,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
         prog="python -m lm.generate", description="Generate text from a checkpoint."
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="directory or URL of a checkpoint or run")
+    add("checkpoint", metavar="CHECKPOINT", help="a checkpoint, a run or a Hugging Face model")
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
     mode.add_argument("--chat", action="store_true", help="answer each line of standard input")
@@ -303,6 +303,8 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     stop_help = "end before TEXT; can be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
     add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    dtype_help = "dtype of the weights and of all computations (%(default)s)"
+    add("--dtype", choices=WEIGHT_DTYPES, default="float32", help=dtype_help)
     args = parser.parse_args(arguments)
 
     problems: list[str] = []
@@ -350,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not is_thread_count_set():
         torch.set_num_threads(usable_cores())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(find_checkpoint(args.checkpoint), device, args.base)
+    model, tokenizer = open_model(args.checkpoint, device, args.dtype, args.base)
     if args.chat:
         chat(model, tokenizer, args)
         return 0

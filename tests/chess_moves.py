@@ -19,7 +19,7 @@ import chess
 import torch
 
 from lm.checkpoint.locate import find_checkpoint
-from lm.generate import load_model
+from lm.hf.base import load_model
 from lm.sampling import Sampling, generate
 
 RESULTS = {"1-0", "0-1", "1/2-1/2", "*"}

@@ -33,10 +33,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from lm import generate, sampling
+from lm import sampling
 from lm.checkpoint.manifest import MANIFEST
 from lm.data.tokenizer import TOKENIZER_JSON
 from lm.errors import RunError
+from lm.hf.base import load_model
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
 
 VALUES: list[Any] = [
@@ -137,7 +138,7 @@ def mutate(draw: random.Random, folder: Path) -> str:
 
 def use(folder: Path) -> None:
     """Generate text from the checkpoint in `folder`; compare its weights with another reader's."""
-    model, tokenizer = generate.load_model(folder, torch.device("cpu"))
+    model, tokenizer = load_model(folder, torch.device("cpu"))
     prompt = tokenizer.encode("To be, or not") or [0]
     tokenizer.decode(sampling.generate(model, prompt, 2, seed=0, device=torch.device("cpu")))
     try:

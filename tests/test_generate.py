@@ -20,6 +20,7 @@ from lm import generate
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import read_manifest, write_manifest
 from lm.data.tokenizer import TOKENIZER_JSON
+from lm.hf.base import load_model
 from lm.hf.export import export_model
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
@@ -72,7 +73,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 def test_generate_temperature_0_is_greedy(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, tokenizer = generate.load_model(checkpoint, torch.device("cpu"))
+    model, tokenizer = load_model(checkpoint, torch.device("cpu"))
     tokens = tokenizer.encode("Köln, ")
     start = len(tokens)
     for _ in range(30):

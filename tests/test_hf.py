@@ -35,7 +35,7 @@ from lm.data.tokens import check_token_files
 from lm.errors import ConfigError, RunError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights
-from lm.hf.base import find_base
+from lm.hf.base import find_base, load_model
 from lm.prepare.__main__ import main as prepare
 from lm.presets import PRESETS
 from lm.runtime.world import World
@@ -1108,7 +1108,7 @@ def test_export_of_a_run_of_two_ranks_on_bytes(tmp_path: Path) -> None:
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token_id == loaded.config.eos_token_id == 256
-    model, ours = generate.load_model(checkpoints_by_step(tmp_path)[3], torch.device("cpu"))
+    model, ours = load_model(checkpoints_by_step(tmp_path)[3], torch.device("cpu"))
     for text in TEXTS:
         ids = tokenizer(text).input_ids
         assert ids == ours.encode(text)

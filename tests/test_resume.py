@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from lm import generate, sampling
+from lm import sampling
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import TOKENIZER_JSON
 from lm.errors import ConfigError
+from lm.hf.base import load_model
 from lm.resume import extensions, require_same_run
 from lm.runtime.world import World
 from lm.tasks.scoring import Scorer
@@ -444,7 +445,7 @@ def test_chat_template_date_is_that_of_the_first_start(tmp_path: Path) -> None:
     assert dates == ["2026-01-01", "2026-01-01"]
     config_yaml = (tmp_path / "runs" / "test" / "config.yaml").read_text()
     assert "chat_template_date: '2026-01-01'\n" in config_yaml
-    _, tokenizer = generate.load_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
+    _, tokenizer = load_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
     assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01hiho"
 
 

@@ -20,6 +20,7 @@ import torch
 from lm import evaluate as command
 from lm.data.tokenizer import ByteTokenizer, load_tokenizer
 from lm.errors import MAX_LINE, ConfigError
+from lm.hf.base import open_model
 from lm.runtime.world import World
 from lm.tasks import questions
 from lm.tasks.packing import tokenize
@@ -111,7 +112,7 @@ def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any)
     reference.save_pretrained(tmp_path)
 
     def score_ours(world: World) -> ChoiceScores:
-        model, ours = command.open_any_model(str(tmp_path), world.device, None)
+        model, ours = open_model(tmp_path, world.device)
         return score(model, TASK, ours, world)
 
     found = in_world(score_ours)

@@ -29,6 +29,7 @@ from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
+from lm.hf.base import load_model
 from lm.hf.export import export_model, lock_directory
 from lm.hf.weights import open_model
 from lm.metrics.sinks import JSONL
@@ -68,7 +69,7 @@ def forge_header(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def load(folder: Path) -> object:
-    return generate.load_model(folder, torch.device("cpu"))
+    return load_model(folder, torch.device("cpu"))
 
 
 def nested(levels: int) -> list[Any]:

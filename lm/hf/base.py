@@ -25,7 +25,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.tensor_files import read_headers
 from lm.data.hub_cache import find_directory
-from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.adapters import ADAPTER_CONFIG, ADAPTER_FILE, base_of, is_adapter
@@ -206,3 +206,44 @@ def load_model(
     )
     tokenizer.limit_ids(model_of(directory, manifest).vocab_size)
     return load_merged_model(directory, device, base_dir), tokenizer
+
+
+def open_model(
+    source: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: str = "float32",
+    base_dir: Path | None = None,
+) -> tuple[Transformer, Tokenizer]:
+    """Return the model and the tokenizer of a run, a checkpoint or a Hugging Face model.
+
+    Args:
+        source: a directory, a URL, or for Hugging Face also OWNER/MODEL; of a run, its newest
+            checkpoint is opened.
+        dtype: of the weights: a key of `WEIGHT_DTYPES`.
+        base_dir: a copy of the base of LoRA adapters, which are merged into it; None = where it was
+            in training.
+
+    Raises:
+        ConfigError: there is none at `source`, it has no tokenizer, or no use for `base_dir`.
+        RunError: a file is damaged.
+    """
+    source = find_directory(str(source))
+    if dtype not in weights.WEIGHT_DTYPES:
+        raise ConfigError(f"dtype: {dtype}: use one of {', '.join(weights.WEIGHT_DTYPES)}")
+    device = torch.device(device)
+    weight_dtype = weights.WEIGHT_DTYPES[dtype]
+    if not weights.is_model(source):
+        model, tokenizer = load_model(find_checkpoint(source), device, base_dir)
+        return model.to(weight_dtype), tokenizer
+    if base_dir is not None:
+        raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
+    directory = weights.find_source(source)
+    config = weights.open_model(directory).config
+    tokenizer = weights.load_model_tokenizer(directory, config)
+    if tokenizer is None:
+        raise ConfigError(f"{source}: has no {TOKENIZER_JSON}; add the model's")
+    with torch.device("meta"):
+        model = Transformer(config).to(weight_dtype)
+    model.to_empty(device=device)
+    weights.read_directory(directory, model)
+    return model, tokenizer

@@ -1,0 +1,64 @@
+"""The examples of docs/notebook.md run as they are printed."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm.errors import ConfigError
+from lm.hf.base import open_model
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY
+from tests.support.ranks import in_world
+from tests.support.runs import train_in_world
+
+PAGE = (REPOSITORY / "docs" / "notebook.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+RUN = TINY | {"vocab_size": 264, "dataset": "text", "train_data": "text.txt", "num_tokens": 0}
+RUN |= {"max_steps": 2, "validation_batches": 1}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("def main(self):\n    return 1\n" * 100)
+    for name in ("quickstart", "other"):
+        in_world(partial(train_in_world, hyperparameters=RUN | {"run_name": name}))
+
+
+@pytest.mark.usefixtures("runs")
+def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    capsys.readouterr()
+    for example in EXAMPLES:
+        exec(example, names)
+    assert names["logits"].shape == (1, len("def main("), 264)
+    assert list(names["validation"]["step"]) == [2, 2]
+    assert "quickstart" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(
+    ("source", "options", "problem"),
+    [
+        ("runs/none", {}, "runs/none: "),
+        ("runs/quickstart", {"dtype": "bf16"}, "dtype: bf16: use one of float32, "),
+        ("text.txt", {}, "text.txt: is a file"),
+    ],
+)
+def test_wrong_use_is_one_line(source: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        open_model(source, **options)
+    assert len(refused.value.problems) == 1
+
+
+@pytest.mark.usefixtures("runs")
+def test_model_has_the_dtype() -> None:
+    model, _ = open_model("runs/quickstart", dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
