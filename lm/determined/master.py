@@ -22,8 +22,8 @@ from determined.common import util
 from determined.common.api import authentication, bindings, certs
 from determined.common.api.bindings import APIHttpError
 from determined.common.api.errors import BadRequestException
-from determined.core._metrics import _Shipper
 
+from lm.determined import private
 from lm.errors import RunError
 
 MASTER_TIMEOUT = 3 * 3600
@@ -53,8 +53,7 @@ def retrying() -> Iterator[None]:
     Raises:
         RunError: the master refused a call, or did not answer for `MASTER_TIMEOUT`.
     """
-    # 0 = no limit. The name is private, and 0.38.1 is Determined's last release.
-    _Shipper.METRICS_QUEUE_MAXSIZE = 0  # pyright: ignore[reportAttributeAccessIssue]
+    private.let_reports_wait()
     retries = {
         "total": MASTER_TIMEOUT // _RETRY_INTERVAL,
         "backoff_factor": 0.5,
@@ -90,11 +89,8 @@ def trial_info() -> det.ClusterInfo | None:
 
 
 def experiment_config(info: det.ClusterInfo) -> Mapping[str, Any]:
-    """Return the config of a trial's experiment, with the hyperparameters of this trial.
-
-    Only the hyperparameters are public; Determined's own Trainer reads the config in the same way.
-    """
-    return {**info.trial._config, "hyperparameters": info.trial.hparams}
+    """Return the config of a trial's experiment, with the hyperparameters of this trial."""
+    return {**private.experiment_config(info), "hyperparameters": info.trial.hparams}
 
 
 def should_preempt(context: core.Context, info: det.ClusterInfo | None) -> bool:

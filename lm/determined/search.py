@@ -7,7 +7,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +17,7 @@ import determined as det
 from determined import core
 from determined.common.api import bindings
 
-from lm.determined import master
+from lm.determined import master, private
 from lm.determined.master import REFUSALS
 from lm.errors import ConfigError
 from lm.launch.console import announce
@@ -370,13 +370,16 @@ class SearchStop:
         if rank == 0 and searcher is not None and searcher.stops_trials:
             # There is no public way to know when a report has been sent.
             try:
-                shipper = train._metrics._shipper
-                self._send_report = shipper._post_metrics
+                private.replace_post_metrics(train, self._asking_after)
             except AttributeError:
                 problem = f"version {det.__version__} reports in another way than 0.38.1"
                 remedy = "a search could not stop this trial; use a cluster of version 0.38.1"
                 raise ConfigError(f"determined: {problem}, and {remedy}", rank_local=True) from None
-            shipper._post_metrics = self._send_report_and_ask
+
+    def _asking_after(self, send_report: Callable[..., None]) -> Callable[..., None]:
+        """Return `send_report`, followed by the question what the search has decided."""
+        self._send_report = send_report
+        return self._send_report_and_ask
 
     def _send_report_and_ask(
         self, group: str, steps_completed: int, metrics: dict[str, Any], *rest: Any, **others: Any
@@ -401,14 +404,14 @@ class SearchStop:
                     self._answered.notify()
 
     def _ask(self, cause: str) -> None:
-        answer: Any = None
+        state: bindings.trialv1State | None = None
         with suppress(*REFUSALS, *_MALFORMED):
-            answer = bindings.get_GetTrial(self._train._session, trialId=self._train._trial_id)
-        if answer is None:
+            state = private.read_trial_state(self._train)
+        if state is None:
             return
         self._question = None
         # The states of trials that are canceled or killed start with STOPPING, too.
-        if answer.trial.state == bindings.trialv1State.STOPPING_COMPLETED:
+        if state == bindings.trialv1State.STOPPING_COMPLETED:
             self.reason = f"by the search of this experiment, for good: {cause}"
 
     def decides_after(self, step: int) -> bool:

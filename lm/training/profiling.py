@@ -12,6 +12,7 @@ from determined import core
 from pydantic import Field, field_validator
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
+from lm.determined import private
 from lm.errors import ConfigError
 from lm.fields import Config, Needs, Unlogged
 
@@ -65,11 +66,7 @@ def run_core_api_profiler(
         yield
     finally:
         profiler.off()
-        # The collector's last report is sent only if its thread ends before the context closes. It
-        # is on rank 0 of a node, and has no public name; 0.38.1 is the last release.
-        collector = getattr(profiler, "_collector", None)
-        if collector is not None:
-            collector.join(10)
+        private.join_profiler(profiler, timeout=10)
 
 
 @contextmanager

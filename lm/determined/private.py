@@ -1,0 +1,51 @@
+"""What this package uses of Determined's private names, as there is no public way.
+
+0.38.1 is Determined's last release, so that these names do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import determined as det
+from determined import core
+from determined.common.api import bindings
+from determined.core._metrics import _Shipper
+
+
+def let_reports_wait() -> None:
+    """Let any number of reports wait for the master, instead of blocking rank 0 after 1,000."""
+    _Shipper.METRICS_QUEUE_MAXSIZE = 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def experiment_config(trial: det.ClusterInfo) -> Mapping[str, Any]:
+    """Return the config of a trial's experiment; Determined's own Trainer reads it in this way."""
+    return trial.trial._config
+
+
+def replace_post_metrics(
+    train: core.TrainContext, wrap: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+    """Replace the function that sends a report, in Core API's thread, by `wrap(function)`.
+
+    Raises:
+        AttributeError: this version sends reports in another way.
+    """
+    shipper = train._metrics._shipper
+    shipper._post_metrics = wrap(shipper._post_metrics)
+
+
+def read_trial_state(train: core.TrainContext) -> bindings.trialv1State:
+    """Ask the master for the state of this trial."""
+    return bindings.get_GetTrial(train._session, trialId=train._trial_id).trial.state
+
+
+def join_profiler(profiler: core.ProfilerContext, timeout: float) -> None:
+    """Wait until a profiler that is off has sent its last report.
+
+    It is sent only if its thread, on rank 0 of a node, ends before the context closes.
+    """
+    collector = getattr(profiler, "_collector", None)
+    if collector is not None:
+        collector.join(timeout)
