@@ -12,18 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.models import Unigram, WordPiece
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import Metaspace, Whitespace
 
 from lm.data.dataset import Dataset, Position, ValidationSet
 from lm.data.loader import Batch, Loader, derive_global_batch_size
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
 from lm.data.tokens import TokenWindowDataset
+from lm.data.validation import validation_metric_names
 from lm.errors import ConfigError
+from lm.prepare import __main__ as prepare
 from model import IGNORE_INDEX
 from tests.support.hyperparameters import named_keys
+from tests.support.tokenizer_files import byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
 
 CPU = torch.device("cpu")
 SEQ_LEN = 3
@@ -262,6 +270,106 @@ def test_validation_bytes_are_those_of_the_targets(tmp_path: Path) -> None:
             assert Loader(settings, data, 1, rank, ranks, CPU).validation_bytes == [n_bytes]
     synthetic = open_data(config(), 9, 4, 1, 0)
     assert Loader(config(), synthetic, 1, 0, 1, CPU).validation_bytes == [0]
+
+
+def word_piece_tokenizer() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(
+        WordPiece({"[UNK]": 0, "[EOS]": 1, "to": 2, "be": 3, "##e": 4}, unk_token="[UNK]")
+    )
+    tokenizer.add_special_tokens(["[EOS]"])
+    tokenizer.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.WordPiece()  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
+
+
+def normalizing_tokenizer() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level_tokenizer().decode())
+    tokenizer.normalizer = NFC()  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
+
+
+def unigram_tokenizer() -> tokenizers.Tokenizer:
+    pieces = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        ("\u2581", -1.0),
+        ("\u2581to", -2.0),
+        ("\u2581be", -2.0),
+    ]
+    tokenizer = tokenizers.Tokenizer(Unigram(pieces, unk_id=0))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.pre_tokenizer = Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
+
+
+KINDS = {
+    "byte-level": byte_level_tokenizer().decode(),
+    "normal form": normalizing_tokenizer().to_str(),
+    "llama": llama_tokenizer().decode(),
+    "llama2": llama2_tokenizer().decode(),
+    "newer llama2": llama2_tokenizer(newer=True).decode(),
+    "unigram": unigram_tokenizer().to_str(),
+    "word piece": word_piece_tokenizer().to_str(),
+}
+"""tokenizer.json by kind"""
+
+
+def open_documents(directory: Path, dataset: str, tokenizer: str, documents: list[str]) -> Data:
+    """Open the same documents for training and for validation, all of them in windows of 1."""
+    (directory / "tokenizer.json").write_text(tokenizer)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    (directory / "a.jsonl").write_text(lines)
+    (directory / "a.txt").write_text(documents[0])
+    settings = {"dataset": dataset, "tokenizer": str(directory / "tokenizer.json")}
+    where = str(directory / {"text": "a.txt"}.get(dataset, "a.jsonl"))
+    if dataset == "tokens":
+        arguments = [where, "--tokenizer", settings["tokenizer"], "--out", str(directory / "out")]
+        assert prepare.main([*arguments, "--validation-fraction", "0"]) == 0
+        where = str(directory / "out")
+    seq_len = 1
+    if dataset == "jsonl":
+        seq_len = 99
+    settings |= {"train_data": where, "val_data": where, "validation_batches": 999}
+    return open_data(config(**settings), 600, seq_len, 1, 0)
+
+
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf", "tokens"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_validation_bytes_are_those_of_the_documents(
+    kind: str, dataset: str, tmp_path: Path
+) -> None:
+    documents = ["to be or  not", "be", "to be"]
+    if dataset == "text":
+        documents = documents[:1]
+    reference = tokenizers.Tokenizer.from_str(KINDS[kind])
+    expected = 0
+    for number, text in enumerate(documents):
+        spans = reference.encode(text, add_special_tokens=False).offsets
+        if dataset == "jsonl" or number == 0:
+            is_started = "llama" in kind  # by <s>, which is no target
+            spans = spans[0 if is_started else 1 :]
+        expected += len("".join(text[start:stop] for start, stop in spans).encode())
+    data = open_documents(tmp_path, dataset, KINDS[kind], documents)
+    settings = config(dataset=dataset, validation_batches=999)
+    found = Loader(settings, data, 1, 0, 1, CPU).validation_bytes
+    is_exact = kind not in ("unigram", "word piece")  # which do not tell unknown text or spaces
+    assert found == [expected * is_exact]
+    assert ("bits_per_byte" in validation_metric_names(data.validation, True)) == is_exact
+
+
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf", "tokens"])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("normal form", "Gro\u0308\u00dfe und Ma\u00df"), ("llama", " to be"), ("llama", "to Be")],
+)
+def test_no_bits_per_byte_of_text_that_a_tokenizer_changes(
+    kind: str, text: str, dataset: str, tmp_path: Path
+) -> None:
+    data = open_documents(tmp_path, dataset, KINDS[kind], [text])
+    settings = config(dataset=dataset, validation_batches=999)
+    assert Loader(settings, data, 1, 0, 1, CPU).validation_bytes == [0]
+    assert validation_metric_names(data.validation, True) == ["loss", "perplexity"]
 
 
 # ---- JSON lines

@@ -37,6 +37,8 @@ class Dataset(ABC):
     seq_len: int
     note: str | None = None
     """for the log"""
+    has_bytes: bool = True
+    """whether the tokens tell how many bytes of text they are"""
 
     @abstractmethod
     def __len__(self) -> int: ...

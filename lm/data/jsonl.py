@@ -23,7 +23,7 @@ from lm.data.cache import cached, describe_files
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import JsonLine, name_files, raise_together, read_json_lines
 from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.tokenizer import Tokenizer, describe_tokenizer, end_text
+from lm.data.tokenizer import ByteCheck, Tokenizer, describe_tokenizer, end_text
 from lm.errors import ConfigError, error_prefix
 from model import IGNORE_INDEX
 
@@ -81,6 +81,7 @@ class JsonlDataset(Dataset):
         self._target_counts = _open(directory, "target_counts")
         described = json.loads((directory / _DESCRIPTION).read_text())
         self.note = described["note"]
+        self.has_bytes = described["has_bytes"]
         self._fingerprint = described["fingerprint"]
 
     def __len__(self) -> int:
@@ -112,7 +113,7 @@ class JsonlDataset(Dataset):
 
 
 _DESCRIPTION = "description.json"
-"""the note and the fingerprint"""
+"""the note, the fingerprint, and whether the tokens tell their bytes"""
 
 
 class _Options(NamedTuple):
@@ -179,8 +180,9 @@ class _SampleWriter:
 def _write(directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: _Options) -> None:
     """Tokenize the lines of all files, and write the arrays of their dataset."""
     renderer = RecordRenderer(tokenizer, options.text_field, options.completion_only)
+    check = ByteCheck()
     with _SampleWriter(directory, options.seq_len) as writer:
-        _tokenize_files(files, renderer, options.held_out, writer)
+        _tokenize_files(files, renderer, options.held_out, writer, check)
     if not writer.lengths:
         raise ConfigError(f"{name_files(files)}: {_why_no_samples(writer.dropped, options)}")
     lengths = np.array(writer.lengths)
@@ -211,7 +213,8 @@ def _write(directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options
     n_sequences = len(first_samples)
     fingerprint = f"{len(lengths)} samples in {n_sequences} sequences, sha256 {digest.hexdigest()}"
     note = _describe(writer, n_sequences, options.seq_len, renderer)
-    (directory / _DESCRIPTION).write_text(json.dumps({"note": note, "fingerprint": fingerprint}))
+    description = {"note": note, "fingerprint": fingerprint, "has_bytes": check.is_exact}
+    (directory / _DESCRIPTION).write_text(json.dumps(description))
 
 
 def _write_in_order(
@@ -250,7 +253,11 @@ def _describe(
 
 
 def _tokenize_files(
-    files: Sequence[Path], renderer: RecordRenderer, held_out: bool | None, writer: _SampleWriter
+    files: Sequence[Path],
+    renderer: RecordRenderer,
+    held_out: bool | None,
+    writer: _SampleWriter,
+    check: ByteCheck,
 ) -> None:
     """Read and tokenize the lines of all files; raise the first error of each file together."""
     errors: list[ConfigError] = []
@@ -259,7 +266,7 @@ def _tokenize_files(
         lines = _select_lines(read_json_lines(file), numbers, held_out)
         records = renderer.render_lines(lines)
         try:
-            for record in _tokenize_records(records, renderer.tokenizer):
+            for record in _tokenize_records(records, renderer.tokenizer, check):
                 writer.add(record)
         except ConfigError as error:
             errors.append(error)
@@ -276,21 +283,25 @@ def _select_lines(
 
 
 def _tokenize_records(
-    records: Iterator[RenderedRecord], tokenizer: Tokenizer
+    records: Iterator[RenderedRecord], tokenizer: Tokenizer, check: ByteCheck
 ) -> Iterator[_TokenizedRecord]:
     """Yield the tokens of records. Of the records tokenized together, chats are last."""
     while batch := list(itertools.islice(records, _SAMPLES_PER_CALL)):
         texts = [record for record in batch if not record.is_chat]
-        for ids, is_target in _tokenize_batch(texts, tokenizer, add_special_tokens=True):
+        for ids, is_target in _tokenize_batch(texts, tokenizer, check, add_special_tokens=True):
             ended = end_text(ids, tokenizer.eos_id)
             # The end of the text is a target, too.
             yield _TokenizedRecord(ended, np.append(is_target[: len(ended) - 1], True))
         chats = [record for record in batch if record.is_chat]
-        yield from _tokenize_batch(chats, tokenizer, add_special_tokens=False)
+        yield from _tokenize_batch(chats, tokenizer, check, add_special_tokens=False)
 
 
 def _tokenize_batch(
-    records: Sequence[RenderedRecord], tokenizer: Tokenizer, *, add_special_tokens: bool
+    records: Sequence[RenderedRecord],
+    tokenizer: Tokenizer,
+    check: ByteCheck,
+    *,
+    add_special_tokens: bool,
 ) -> Iterator[_TokenizedRecord]:
     texts = [record.text for record in records]
     try:
@@ -301,6 +312,7 @@ def _tokenize_batch(
                 tokenizer.encode_with_ends([record.text], add_special_tokens=add_special_tokens)
         raise
     for record, (ids, ends) in zip(records, encodings, strict=True):
+        check.add(tokenizer, record.text, ids)
         if record.target_spans is None:
             is_target = np.full(len(ids), True)
         else:

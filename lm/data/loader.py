@@ -90,18 +90,18 @@ class Loader:
         self._validation_sizes = [min(len(each.dataset), n_samples) for each in data.validation]
         """samples of each validation set that are used"""
         self.validation_bytes = [self._count_bytes(i) for i in range(len(data.validation))]
-        """of text of the targets of each validation set; 0 = no tokenizer"""
+        """of text of the targets of each validation set; 0 = unknown"""
         self._stream_state = data.train.initial_stream_state
 
     def _count_bytes(self, number: int) -> int:
-        if self._data.tokenizer is None:
-            return 0
         dataset = self._data.validation[number].dataset
+        if self._data.tokenizer is None or not dataset.has_bytes:
+            return 0
         n_bytes = 0
         for i in range(self._validation_sizes[number]):
-            targets = dataset[i].targets
-            ids = targets[targets != IGNORE_INDEX]
-            n_bytes += int(self._data.tokenizer.text_bytes[ids].sum())
+            inputs, targets, _ = dataset[i]
+            is_target = targets != IGNORE_INDEX
+            n_bytes += self._data.tokenizer.count_bytes(inputs[is_target], targets[is_target])
         return n_bytes
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -18,10 +18,11 @@ from lm.data import files, stream
 from lm.data.dataset import Dataset, TrainSource, ValidationSet, set_key
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
-from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lm.data.tokenizer import ByteCheck, ByteTokenizer, Tokenizer, load_tokenizer
 from lm.data.tokens import (
     Documents,
     SyntheticDataset,
+    TextTokens,
     TokenFileDataset,
     TokenWindowDataset,
     read_index,
@@ -325,30 +326,29 @@ def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedData
     train_files = files.find_files(where, "train_data")
     tokenizer.limit_ids(vocab_size)
     with error_prefix("train_data"):
-        tokens, ends = read_text(train_files, tokenizer)
-    notes = _text_notes(train_files, tokens, tokenizer)
+        text = read_text(train_files, tokenizer)
+    n_tokens = len(text.tokens)
+    notes = _text_notes(train_files, text.tokens, tokenizer)
     n_held_out = 0
     if config.val_data is None:
-        n_held_out = max(seq_len + 1, round(len(tokens) * VALIDATION_SHARE))
-    n_trained = max(0, len(tokens) - n_held_out)
+        n_held_out = max(seq_len + 1, round(n_tokens * VALIDATION_SHARE))
+    n_trained = max(0, n_tokens - n_held_out)
 
-    def windows(
-        tokens: NDArray[np.uint32], ends: NDArray[np.int64], start: int, stop: int
-    ) -> TokenWindowDataset:
+    def windows(text: TextTokens, start: int, stop: int) -> TokenWindowDataset:
         documents = None
         if not config.attend_across_documents:
-            documents = Documents(ends[ends > start] - start)
-        return TokenWindowDataset(tokens[start:stop], seq_len, documents)
+            documents = Documents(text.ends[text.ends > start] - start)
+        return TokenWindowDataset(text.tokens[start:stop], seq_len, documents, text.has_bytes)
 
-    train = windows(tokens, ends, 0, n_trained)
+    train = windows(text, 0, n_trained)
     validation: list[ValidationSet] = []
     if config.val_data is None:
-        validation.append(ValidationSet(None, windows(tokens, ends, n_trained, len(tokens))))
+        validation.append(ValidationSet(None, windows(text, n_trained, n_tokens)))
     for name, where in config.named_val_data.items():
         key = set_key(name)
         with error_prefix(key):
             read = read_text(files.find_files(where, key), tokenizer)
-        validation.append(ValidationSet(name, windows(*read, 0, len(read.tokens))))
+        validation.append(ValidationSet(name, windows(read, 0, len(read.tokens))))
     return _OpenedDatasets([train], validation, tokenizer, notes)
 
 
@@ -565,8 +565,11 @@ def _open_stream(
     for name, val_data in (config.named_val_data or {None: None}).items():
         key = set_key(name)
         held_out = _open_held_out_documents(config, where, val_data, key)
-        tokens = stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens, key)
-        validation.append(ValidationSet(name, TokenWindowDataset(tokens, seq_len)))
+        check = ByteCheck()
+        tokens = stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens, key, check)
+        validation.append(
+            ValidationSet(name, TokenWindowDataset(tokens, seq_len, has_bytes=check.is_exact))
+        )
     shuffle_seed = None
     if config.shuffle:
         shuffle_seed = seed

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, error_text, find_files, get_text, is_compressed
-from lm.data.tokenizer import Tokenizer, encode_documents
+from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
 from lm.data.tokens import next_token_sample
 from lm.data.worker import Worker
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
@@ -127,7 +127,12 @@ def _files_fingerprint(files: Sequence[Path]) -> str:
 
 
 def first_tokens(
-    documents: Documents, text_field: str, tokenizer: Tokenizer, count: int, key: str
+    documents: Documents,
+    text_field: str,
+    tokenizer: Tokenizer,
+    count: int,
+    key: str,
+    check: ByteCheck | None = None,
 ) -> NDArray[np.int64]:
     """Return the first tokens of validation documents, at most `count`: shape (tokens,).
 
@@ -135,7 +140,7 @@ def first_tokens(
     errors.
     """
     texts = (_document_text(record, text_field, i) for i, record in enumerate(documents))
-    tokenized = _tokenize_documents(filter(None, texts), tokenizer)
+    tokenized = _tokenize_documents(filter(None, texts), tokenizer, check)
     tokens = itertools.chain.from_iterable(ids.tolist() for ids in tokenized)
     try:
         return np.fromiter(itertools.islice(tokens, count), np.int64)
@@ -152,11 +157,13 @@ def _document_text(record: Mapping[str, Any], text_field: str, number: int) -> s
         raise ConfigError(f"text_field: document {number}: {error}") from None
 
 
-def _tokenize_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.uint32]]:
+def _tokenize_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, check: ByteCheck | None = None
+) -> Iterator[NDArray[np.uint32]]:
     """Yield the tokens of each text, with an end-of-text token."""
     remaining = iter(texts)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_PER_CALL)):
-        yield from encode_documents(tokenizer, batch)
+        yield from encode_documents(tokenizer, batch, check)
 
 
 class Window(NamedTuple):

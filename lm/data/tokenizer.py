@@ -94,6 +94,14 @@ class ByteTokenizer:
     files: Mapping[str, bytes] = {}
     text_bytes: NDArray[np.int64] = np.array([1] * 256 + [0])
 
+    def count_bytes(self, inputs: NDArray[Any], targets: NDArray[Any]) -> int:  # noqa: ARG002
+        """Return the bytes of UTF-8 of `targets`, each the token after its input."""
+        return int(self.text_bytes[targets].sum())
+
+    def tells_bytes(self, text: str, ids: NDArray[Any]) -> bool:  # noqa: ARG002
+        """Return whether `count_bytes` of the ids of `text` are its own bytes."""
+        return True
+
     def limit_ids(self, n_ids: int) -> None:
         """Raise ConfigError if the model has not all ids: texts have any byte."""
         if n_ids < self.vocab_size:
@@ -337,7 +345,15 @@ class FileTokenizer:
     @functools.cached_property
     def text_bytes(self) -> NDArray[np.int64]:
         """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
-        before = self._encode("a")
+        return self._measure_ids(self._encode("a"))
+
+    @functools.cached_property
+    def _first_bytes(self) -> NDArray[np.int64]:
+        """`text_bytes` at the start of a text, before which some tokenizers put a space."""
+        return self._measure_ids([])
+
+    def _measure_ids(self, before: list[int]) -> NDArray[np.int64]:
+        """Return the bytes that each id adds after the ids `before`."""
         n_bytes_before = len(self._decode(before).encode())
         with self._library_errors():
             texts = self._encoder.decode_batch([[*before, i] for i in range(self.vocab_size)])
@@ -353,7 +369,37 @@ class FileTokenizer:
                 sizes[i] = 1
             else:
                 sizes[i] = len(token)
+        sizes[list(self._special_tokens)] = 0
         return sizes
+
+    @functools.cached_property
+    def _special_tokens(self) -> Mapping[int, str]:
+        """Tokens that are no text, by id: those declared special, and the end of text."""
+        added_tokens = self._encoder.get_added_tokens_decoder()
+        special = {i: token.content for i, token in added_tokens.items() if token.special}
+        return special | {self.eos_id: self._encoder.id_to_token(self.eos_id)}
+
+    @functools.cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special_tokens.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+    def count_bytes(self, inputs: NDArray[Any], targets: NDArray[Any]) -> int:
+        """Return the bytes of UTF-8 of `targets`, each the token after its input.
+
+        A text starts after a special token.
+        """
+        is_first = np.isin(inputs, list(self._special_tokens))
+        sizes = np.where(is_first, self._first_bytes[targets], self.text_bytes[targets])
+        return int(sizes.sum())
+
+    def tells_bytes(self, text: str, ids: NDArray[Any]) -> bool:
+        """Return whether `count_bytes` of the ids of `text` are its own bytes.
+
+        They are not where the tokenizer replaces characters, e.g. by their normal form.
+        """
+        n_bytes = len(self._special_text.sub("", text).encode())
+        return n_bytes == self.count_bytes(np.append(self.eos_id, ids[:-1]), ids)
 
     def _encode(self, text: str) -> list[int]:
         with self._library_errors():
@@ -584,9 +630,25 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     return encoder.to_str().encode()
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+class ByteCheck:
+    """Whether the ids of all texts that were added tell their bytes."""
+
+    is_exact = True
+
+    def add(self, tokenizer: Tokenizer, text: str, ids: NDArray[np.uint32]) -> None:
+        self.is_exact = self.is_exact and tokenizer.tells_bytes(text, ids)
+
+
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], check: ByteCheck | None = None
+) -> list[NDArray[np.uint32]]:
     """Return the ids of each text with an end-of-text token, once."""
-    return [end_text(ids, tokenizer.eos_id) for ids in tokenizer.encode_batch(texts)]
+    documents: list[NDArray[np.uint32]] = []
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        if check is not None:
+            check.add(tokenizer, text, ids)
+        documents.append(end_text(ids, tokenizer.eos_id))
+    return documents
 
 
 def end_text(ids: NDArray[np.uint32], eos_id: int) -> NDArray[np.uint32]:

@@ -26,7 +26,7 @@ from lm.data.cache import cache_directory, cached, describe_files
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import decode_utf8, name_files, raise_together, read_blocks
 from lm.data.signatures import NotTextError, check_pointer
-from lm.data.tokenizer import Tokenizer, describe_tokenizer, encode_documents
+from lm.data.tokenizer import ByteCheck, Tokenizer, describe_tokenizer, encode_documents
 from lm.errors import ConfigError, error_prefix
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
@@ -100,6 +100,7 @@ class TokenWindowDataset(Dataset):
     tokens: NDArray[np.integer[Any]]
     seq_len: int
     documents: Documents | None = None
+    has_bytes: bool = True
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
@@ -127,6 +128,8 @@ class TextTokens(NamedTuple):
 
     tokens: NDArray[np.uint32]
     ends: NDArray[np.int64]
+    has_bytes: bool
+    """whether the tokens tell how many bytes of text they are"""
 
 
 def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TextTokens:
@@ -143,10 +146,12 @@ def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TextTokens:
     }
     directory = cached(facts, lambda draft: _write_text(draft, ordered, tokenizer))
     tokens = np.memmap(directory / "tokens", np.uint32, "r")
-    return TextTokens(tokens, np.load(directory / "ends.npy"))
+    has_bytes = bool(np.load(directory / "has_bytes.npy"))
+    return TextTokens(tokens, np.load(directory / "ends.npy"), has_bytes)
 
 
 def _write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
+    check = ByteCheck()
     ends = array("q")
     n_tokens = 0
     others: dict[Path, NotTextError] = {}
@@ -158,7 +163,7 @@ def _write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) ->
                 if content:
                     text = decode_utf8(path, content)
                     with error_prefix(str(path)):
-                        (ids,) = encode_documents(tokenizer, [text])
+                        (ids,) = encode_documents(tokenizer, [text], check)
                     tokens.write(ids.tobytes())
                     n_tokens += len(ids)
                     ends.append(n_tokens)
@@ -172,6 +177,7 @@ def _write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) ->
     if not ends:
         raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
     np.save(directory / "ends.npy", np.array(ends))
+    np.save(directory / "has_bytes.npy", check.is_exact)
 
 
 def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> ConfigError:
@@ -218,6 +224,9 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     )
     crc32c: int = Field(ge=0, lt=2**32, description="of NAME.bin")
     ends_crc32c: int = Field(ge=0, lt=2**32, description="of NAME.ends")
+    has_bytes: bool = Field(
+        True, description="the ids tell how many bytes of text they are, if the tokenizer is known"
+    )
     sources: list[SourceRecord]
     options: dict[str, str | int | float | None] = Field(
         default_factory=dict, description="of `lm.prepare`"
@@ -273,6 +282,7 @@ class TokenFileDataset(Dataset):
         weakref.finalize(self, os.close, self._file)
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self.seq_len = seq_len
+        self.has_bytes = self.index.has_bytes
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:

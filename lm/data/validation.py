@@ -21,13 +21,14 @@ def validation_metric_names(sets: Sequence[ValidationSet], has_text: bool) -> li
         has_text: the tokens have a tokenizer.
     """
     names = ["loss", "perplexity"]
-    names_of_set = ["loss"]
-    if has_text:
+    if has_text and all(each.dataset.has_bytes for each in sets):
         names.append("bits_per_byte")
-        names_of_set.append("bits_per_byte")
     for validation_set in sets:
-        if validation_set.name is not None:
-            names += [validation_set.metric(name) for name in names_of_set]
+        if validation_set.name is None:
+            continue
+        names.append(validation_set.metric("loss"))
+        if has_text and validation_set.dataset.has_bytes:
+            names.append(validation_set.metric("bits_per_byte"))
     return names
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lm.data.tokenizer import Tokenizer, encode_documents
+from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
 from lm.prepare.readers import CHUNK_SIZE, Document, TokenChunk
 
 CHUNKS_PER_THREAD = 3
@@ -63,7 +63,8 @@ def _group_documents(documents: Iterable[Document]) -> Iterator[_TextChunk]:
 
 
 def _encode_chunk(chunk: _TextChunk, tokenizer: Tokenizer) -> TokenChunk:
-    documents = encode_documents(tokenizer, chunk.texts)
+    check = ByteCheck()
+    documents = encode_documents(tokenizer, chunk.texts, check)
     ids = np.concatenate(documents)
     ends = np.cumsum([len(document) for document in documents])
-    return TokenChunk(ids, ends, chunk.held_out, chunk.size)
+    return TokenChunk(ids, ends, chunk.held_out, chunk.size, check.is_exact)

@@ -47,6 +47,8 @@ class TokenChunk:
     held_out: bool
     size: int
     """bytes of input"""
+    has_bytes: bool = True
+    """whether the ids tell how many bytes of text they are"""
 
 
 def is_held_out(document: bytes, fraction: float) -> bool:

@@ -69,6 +69,7 @@ class SplitWriter:
         self._ends = _DraftFile(directory / DRAFTS / f"{name}.ends")
         self.n_tokens = 0
         self.n_documents = 0
+        self._has_bytes = True
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
@@ -77,6 +78,7 @@ class SplitWriter:
         self._ends.write((chunk.ends + self.n_tokens).astype("<u8"))
         self.n_tokens += len(chunk.ids)
         self.n_documents += len(chunk.ends)
+        self._has_bytes = self._has_bytes and chunk.has_bytes
 
     def finish(
         self, tokenizer: str | None, sources: Sequence[SourceRecord], options: Mapping[str, Any]
@@ -93,6 +95,7 @@ class SplitWriter:
             dtype=self._dtype,
             crc32c=self._ids.crc32c,
             ends_crc32c=self._ends.crc32c,
+            has_bytes=self._has_bytes,
             sources=list(sources),
             options=dict(options),
         )
