@@ -65,14 +65,21 @@ class Start:
     """what identifies the weights under adapters"""
 
 
-def find_start(hp: Hyperparameters, world: World) -> Start:
-    """Return what `init_from` names, on all ranks together."""
+def find_start(hp: Hyperparameters, world: World, downloads: bool = True) -> Start:
+    """Return what `init_from` names, on all ranks together.
+
+    Args:
+        downloads: False = without the `base` of adapters if it is on the Hub.
+    """
     source = hp.checkpoint.init_from
     if source is None:
         return Start()
     if hp.lora.lora_rank is not None:
-        base = find_base(source, world)
         its_adapters = source if adapters.is_adapter(source) else None
+        model = adapters.base_of(source)
+        if not downloads and weights.is_model(model) and not Path(model).is_dir():
+            return Start(model=model, adapters=its_adapters)
+        base = find_base(source, world)
         return Start(model=base.source, adapters=its_adapters, base=base)
     if weights.is_model(source):
         return Start(model=source)
@@ -293,10 +300,12 @@ def preflight(
     if run_dir and not dry_run:
         run_dir.lock(world)
         store.start(world)
-    start = find_start(hp, world)
+    start = find_start(hp, world, downloads=not dry_run)
     resume_plan = world.on_rank0(
         plan_resume, hp.checkpoint.resume, start.checkpoint, store, is_restart(os.environ)
     )
+    if dry_run and resume_plan.resume_candidates:
+        start = find_start(hp, world)  # its base is compared with theirs
     date = hp.data.chat_template_date
     if date is None and hp.data.dataset == "jsonl":
         date = world.on_rank0(start_date, resume_plan, store)

@@ -11,18 +11,21 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from huggingface_hub import constants
 
 from lm.errors import ConfigError
+from lm.hf import __main__ as hf_main
 from lm.hf.base import find_base
 from lm.hf.weights import find_source, is_model, model_defaults, open_model, read_directory
+from lm.plan import __main__ as plan
 from model import Transformer
-from tests.support.hf import LLAMA, make_reference
+from tests.support.hf import LLAMA, make_reference, read_with_model_defaults
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
+from tests.support.runs import run_fsdp
 
 COMMIT = "c" * 40
 
@@ -175,6 +178,35 @@ def test_read_directory_follows_the_links_of_the_cache(downloaded: Path) -> None
     model = open_model(downloaded)
     read_directory(downloaded, Transformer(model.config))
     assert (model.family.model_type, model.config.d_model) == ("llama", 32)
+
+
+@pytest.mark.usefixtures("cache")
+def test_weights_are_not_downloaded_before_keys_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Hub.sent.clear()
+    with pytest.raises(ConfigError, match="lrr: no such hyperparameter"):
+        read_with_model_defaults({"init_from": "someone/llama", "lrr": 1})
+    assert hf_main.main(["inspect", "someone/llama"]) == 0
+    assert capsys.readouterr().out.startswith("someone/llama: LlamaForCausalLM, 23.7K")
+    experiment = tmp_path / "a.yaml"
+    experiment.write_text("hyperparameters: {init_from: someone/llama, batch_size: 1}")
+    assert plan.main(["--config", str(experiment), "--json"]) == 0
+    n_parameters = sum(each.numel() for each in make_reference(LLAMA).parameters())
+    assert json.loads(capsys.readouterr().out)["parameters"] == n_parameters
+    assert set(Hub.sent) == {"config.json", "generation_config.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [[], ["lora_rank=2"]], ids=["all", "lora"])
+def test_dry_run_downloads_no_weights(hub: str, settings: list[str], tmp_path: Path) -> None:
+    Hub.sent.clear()
+    environment: dict[str, Any] = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home")}
+    config = {"init_from": "someone/llama", "max_steps": 1, "batch_size": 1}
+    run_fsdp(tmp_path, "--dry-run", *settings, config=config, code=0, **environment)
+    assert set(Hub.sent) == {"config.json", "generation_config.json"}
+    run_fsdp(tmp_path, *settings, config=config, code=0, **environment)
+    assert "model.safetensors" in Hub.sent
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,10 @@ def describe_model(source: str) -> str:
     """Return what the model `source` is, in lines; raise ConfigError if it cannot be read."""
     if adapters.is_adapter(source):
         return _describe_adapters(source)
-    model = weights.open_model(weights.find_source(source))
     weights.model_defaults(source)  # checks the tokenizer, too
+    if not Path(source).is_dir():
+        return _describe_on_hub(source)
+    model = weights.open_model(Path(source))
     slices: set[TensorSlice] = set()  # each once, though GPT-2's query, key and value share one
     for tensor in model.sources.values():
         slices.update(tensor.slices)
@@ -44,6 +46,13 @@ def describe_model(source: str) -> str:
     if model.unused:
         lines.append(weights.describe_unused(source, model.unused))
     return "\n".join(lines)
+
+
+def _describe_on_hub(source: str) -> str:
+    _, family, config = weights.read_structure(source)
+    summary = f"{family.class_name}, {format_parameters(config.n_parameters)} parameters"
+    weights_line = "its weights are downloaded, and their tensors checked, where they are loaded"
+    return f"{source}: {summary}\ncan be read: init_from: {source}\n{weights_line}"
 
 
 def _describe_adapters(source: str) -> str:

@@ -21,7 +21,7 @@ from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, read_hea
 from lm.data import tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import families, weights
-from lm.hf.weights import READ_DTYPES, HuggingFaceModel
+from lm.hf.weights import READ_DTYPES, Structure
 from lm.runtime.world import World
 from lm.training import lora
 from lm.training.lora import LoraConfig
@@ -79,7 +79,7 @@ def is_adapter(source: str) -> bool:
 class PeftAdapters:
     """The adapters in a directory of PEFT."""
 
-    model: HuggingFaceModel
+    model: Structure
     """the base"""
     config: LoraConfig
     sources: Mapping[str, Source]
@@ -129,8 +129,8 @@ def open_adapters(directory: Path) -> PeftAdapters:
         problems += [f"{found['loc'][0]}: {found['msg']}" for found in error.errors()]
     if config is None or problems:
         raise ConfigError(*(f"{path}: {problem}" for problem in problems), f"init_from: {_MERGE}")
-    model = weights.open_model(weights.find_source(base_of(str(directory))))
-    return _find_tensors(directory, model, config)
+    base = weights.read_structure(base_of(str(directory)))
+    return _find_tensors(directory, base, config)
 
 
 def _find_unsupported(raw: Mapping[str, Any]) -> list[str]:
@@ -152,7 +152,7 @@ def _show(value: Any) -> str:
 
 
 @oserror_as_config_error
-def _find_tensors(directory: Path, model: HuggingFaceModel, config: LoraConfig) -> PeftAdapters:
+def _find_tensors(directory: Path, model: Structure, config: LoraConfig) -> PeftAdapters:
     path = directory / ADAPTER_FILE
     if not path.is_file():
         problem = "missing; pickles (.bin) are not read, as they can execute code"
@@ -197,7 +197,7 @@ def _find_tensors(directory: Path, model: HuggingFaceModel, config: LoraConfig) 
     return PeftAdapters(model, config, sources)
 
 
-def _map_layers(model: HuggingFaceModel) -> dict[str, list[str]]:
+def _map_layers(model: Structure) -> dict[str, list[str]]:
     """Return our linear layers of blocks by PEFT's; several of ours can be one of PEFT's."""
     kinds = lora.layer_shapes(model.config)
     places, _ = families.map_parameters(model.family, model.config)
@@ -220,9 +220,7 @@ def _compare(slices: list[TensorSlice], expected: tuple[int | None, ...]) -> str
     return None
 
 
-def _find_missing(
-    sources: Mapping[str, Source], config: LoraConfig, model: HuggingFaceModel
-) -> list[str]:
+def _find_missing(sources: Mapping[str, Source], config: LoraConfig, model: Structure) -> list[str]:
     """Return the adapters of a run with `config` that `sources` lacks."""
     if not config.lora_targets:
         return ["the file has no adapters"]

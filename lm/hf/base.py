@@ -46,8 +46,9 @@ def find_base(source: str, world: World) -> Base:
     """
     with world.all_or_none():
         source = base_of(source)
-        directory = _find_base_directory(source)
+    world.run_in_thread(_find_base_directory, source)  # which can download for long
     with world.all_or_none():
+        directory = _find_base_directory(source)
         own_share = compute_checksums(directory, world.rank, world.size)
     files: dict[str, FileRecord] = {}
     for share in world.all_gather_object(own_share):

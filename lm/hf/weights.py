@@ -42,7 +42,8 @@ from model import ModelConfig, Transformer
 CONFIG_FILE = tokenizer.MODEL_CONFIG
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
-HUB_FILES = (CONFIG_FILE, "model*.safetensors", SAFETENSORS_INDEX, *tokenizer.SOURCE_FILES)
+_STRUCTURE_FILES = (CONFIG_FILE, *tokenizer.SOURCE_FILES)
+_HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
 WEIGHT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -69,8 +70,11 @@ def is_model(source: str) -> bool:
 
 
 @oserror_as_config_error
-def find_source(source: str) -> Path:
+def find_source(source: str, files: Sequence[str] = _HUB_FILES) -> Path:
     """Return the directory `source`, or that of the Hub's OWNER/MODEL[@REVISION], downloaded.
+
+    Args:
+        files: names or patterns of those to download.
 
     Raises:
         ConfigError: it does not exist, or cannot be downloaded.
@@ -82,7 +86,7 @@ def find_source(source: str) -> Path:
             f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub"
             " (OWNER/MODEL)"
         )
-    return download_from_hub(source, HUB_FILES, "init_from")
+    return download_from_hub(source, files, "init_from")
 
 
 class HuggingFaceModel(NamedTuple):
@@ -124,6 +128,32 @@ def open_model(directory: Path) -> HuggingFaceModel:
     return HuggingFaceModel(family, config, sources, tied_head, unused)
 
 
+class Structure(NamedTuple):
+    """What a Hugging Face model is, without its weights."""
+
+    directory: Path
+    """of its files other than weights, at least"""
+    family: Family
+    config: ModelConfig
+
+
+def read_structure(source: str) -> Structure:
+    """Read the structure of the Hugging Face model `source`.
+
+    The weights of a model on the Hub are downloaded, and their tensors checked, where they are
+    loaded; those of a directory are checked.
+
+    Raises:
+        ConfigError: it cannot be downloaded, see `open_model`.
+    """
+    directory = find_source(source, _STRUCTURE_FILES)
+    if Path(source).is_dir():
+        model = open_model(directory)
+        return Structure(directory, model.family, model.config)
+    path = directory / CONFIG_FILE
+    return Structure(directory, *config_json.read_config(read_object(path), str(path)))
+
+
 def model_defaults(source: str) -> dict[str, Any]:
     """Return the hyperparameters that the model `source` sets, {} if it is not on this disk.
 
@@ -131,8 +161,7 @@ def model_defaults(source: str) -> dict[str, Any]:
         ConfigError: it cannot be downloaded, see `open_model`, or its tokenizer does not fit it.
     """
     if is_model(source):
-        directory = find_source(source)
-        config = open_model(directory).config
+        directory, _, config = read_structure(source)
         its_tokenizer = None
         if load_model_tokenizer(directory, config) is not None:
             its_tokenizer = str(directory)
@@ -176,6 +205,7 @@ def load_into(model: Transformer, source: str, world: World, log: Callable[[str]
         ConfigError, RunError: see `find_source` and `read_directory`.
     """
     started = time.monotonic()
+    world.run_in_thread(find_source, source)  # which can download for long
     with world.all_or_none():
         unused = read_directory(find_source(source), model)
     peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))

@@ -24,7 +24,7 @@ from lm import config
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError, command
-from lm.hf import adapters
+from lm.hf import adapters, weights
 from lm.launch.machine import host_memory
 from lm.memory import USABLE, Ranks
 from lm.metrics.device import GIB
@@ -101,11 +101,12 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
-    """Read the experiment file. Weights that are not here are not needed if `model` is given."""
+    """Read the experiment file. A start that is not here is not needed if `model` is given."""
     hp = config.load_hyperparameters(args.config, args.overrides)
     if hp.checkpoint.init_from is None:
         return hp
-    if Path(hp.checkpoint.init_from).exists():
+    is_on_hub = hp.model.model is None and weights.is_model(hp.checkpoint.init_from)
+    if Path(hp.checkpoint.init_from).exists() or is_on_hub:
         return config.load_hyperparameters(args.config, args.overrides, adapters.model_defaults)
     if hp.model.model is None:
         problem = f"init_from: {hp.checkpoint.init_from} does not exist"
