@@ -335,6 +335,12 @@ SMALL: dict[str, Any] = TINY | {
         ({}, {"lrr": 1}, ["lrr", "did you mean lr"]),
         ({}, {"max_epochs": 1}, ["max_epochs", "max_steps"]),
         ({}, {"resume": "fresh"}, ["resume", "fresh"]),
+        ({}, {"stop_at_step": 1}, ["tiny.yaml:", "stop_at_step", "remove it"]),
+        (
+            {},
+            {"stop_at_step": {"type": "categorical", "vals": [1, 2]}},
+            ["stop_at_step", "remove it"],
+        ),
         ({}, {"lr": {"type": "categorical", "vals": [RANGES["lr"]]}}, ["lr", "range itself"]),
         ({"max_trials": 10**9}, {}, ["searcher.max_trials", "10000"]),
         ({"bracket_rungs": [1_000_000_000]}, {}, ["searcher.bracket_rungs.0", "64"]),

@@ -246,6 +246,7 @@ class Experiment:
         for key, value in section.items():
             if key not in self.overridden:
                 self.space[key] = self._read_value(f"hyperparameters.{key}", value)
+        self._refuse_stop_at_step()
         resources = self._read_section("resources")
         self.slots = self._read_int("resources.slots_per_trial", resources, 1, 1, MAX_TRIALS)
         reproducibility = self._read_section("reproducibility")
@@ -341,6 +342,17 @@ class Experiment:
                 inner = [str(part) for part in error["loc"][1:]]  # without the type
                 self._add(".".join([key, *inner]), error)
             return value
+
+    def _refuse_stop_at_step(self) -> None:
+        key = "stop_at_step"
+        where = f"argument {key}"
+        value = _parse(self.overridden.get(key, "null"))
+        if key in self.space:
+            where = self._label(f"hyperparameters.{key}")
+            value = self.space[key]
+        if value is not None:
+            problem = "would end trials before their rung; remove it, as a search stops trials"
+            self._problems.append(f"{where}: {problem}")
 
     def _read_section(self, name: str) -> Mapping[str, Any]:
         """Return another section of the file; if it is none, that is for the master to judge."""
