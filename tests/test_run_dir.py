@@ -205,6 +205,29 @@ def test_lock_where_there_are_no_locks_is_a_lease(library: str, error: int) -> N
     assert process.communicate("\n")[0] == "None\n"
 
 
+def test_lock_of_an_export_where_there_are_no_locks_is_a_lease(library: str) -> None:
+    script = """
+from pathlib import Path
+from lm.hf import export
+from lm.runtime import lease
+lease.LEASE_SECONDS = 1.5
+try:
+    with export._make_draft(Path('out'), 0):
+        print('exporting', flush=True)
+        input()
+except Exception as error:
+    print(error)
+"""
+    env = {"LD_PRELOAD": library, "FLOCK": str(errno.ENOSYS)}
+    with start_python(script, **env) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "exporting\n"
+        with start_python(script, **env) as second:
+            assert second.communicate("\n")[0].startswith("out: another process exports to it")
+        first.communicate("\n")
+    assert [path.name for path in Path().iterdir()] == ["out"]
+
+
 def test_lock_that_another_process_received_too_is_noticed(library: str) -> None:
     script = """
 from pathlib import Path

@@ -47,6 +47,8 @@ from lm.hf.weights import (
     find_weights,
 )
 from lm.launch.console import warn
+from lm.runtime.lease import InUseError
+from lm.runtime.run_dir import lease_directory, lease_instead
 from lm.training.lora import Adapters, LoraConfig
 from model import ModelConfig, Transformer
 
@@ -328,7 +330,7 @@ def _make_draft(out: Path, needed: int) -> Iterator[Path]:
                 raise RunError(f"{out}: disk full: {needed:,} bytes are needed, {free:,} are free")
             yield draft
             draft.rename(out)
-    except BlockingIOError:
+    except (BlockingIOError, InUseError):
         problem = "another process exports to it; wait for it, or use another directory"
         raise RunError(f"{out}: {problem}") from None
     except OSError as error:
@@ -337,13 +339,21 @@ def _make_draft(out: Path, needed: int) -> Iterator[Path]:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Lock `directory` until this process ends or leaves; raise OSError if another one has."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Lock `directory` until this process ends or leaves.
+
+    Raises:
+        BlockingIOError, InUseError: another process has locked it.
+    """
+    with ExitStack() as on_exit:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        on_exit.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lease = lease_instead(directory, error)
+            on_exit.callback(shutil.rmtree, lease_directory(directory), ignore_errors=True)
+            on_exit.callback(lease.release)
         yield
-    finally:
-        os.close(handle)
 
 
 def _convert_tokenizer(tokenizer: Tokenizer, bos_id: int | None) -> dict[str, bytes]:

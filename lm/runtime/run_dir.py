@@ -229,26 +229,36 @@ def lock_file(path: Path) -> str | None:
             holder = "another process"
         return holder
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return _acquire_lease(path, str(error.strerror))
+        return _acquire_lease(path, error)
     _locks[path.absolute()] = lock, _read_lock(path)
     return None
 
 
-def _acquire_lease(path: Path, reason: str) -> str | None:
-    storage = DirectoryStorage(_lease_directory(path))
+def lease_instead(path: Path, error: OSError) -> Lease:
+    """Return the lease that replaces a lock on `path`, which failed with `error`.
+
+    Raises:
+        InUseError: another process holds it.
+        OSError: `error`, unless the reason is that the file system has no locks.
+    """
+    if error.errno not in _NO_LOCKS:
+        raise error
+    storage = DirectoryStorage(lease_directory(path))
     print(
-        f"{path}: the file system has no locks ({reason}); the lease in {storage.url} replaces"
-        " them, which after a kill delays the next start by a minute (to have locks, mount Lustre"
-        " with -o flock, or start on another file system)",
+        f"{path}: the file system has no locks ({error.strerror}); the lease in {storage.url}"
+        " replaces them, which after a kill delays the next start by a minute (to have locks, mount"
+        " Lustre with -o flock, or start on another file system)",
         file=sys.stderr,
         flush=True,
     )
+    return Lease(storage, None)
+
+
+def _acquire_lease(path: Path, error: OSError) -> str | None:
     try:
-        lease = Lease(storage, None)
-    except InUseError as error:
-        return error.holder
+        lease = lease_instead(path, error)
+    except InUseError as in_use:
+        return in_use.holder
     with open(path, "wb", opener=open_regular) as file:
         _write_lock(file.fileno())
     _locks[path.absolute()] = lease, _read_lock(path)
@@ -256,7 +266,8 @@ def _acquire_lease(path: Path, reason: str) -> str | None:
     return None
 
 
-def _lease_directory(lock: Path) -> Path:
+def lease_directory(lock: Path) -> Path:
+    """Return the directory of the lease that replaces a lock on `lock`."""
     return lock.with_name(f"{lock.name}.lease")
 
 
@@ -294,7 +305,7 @@ def is_locked(path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return is_held(DirectoryStorage(_lease_directory(path)))
+        return is_held(DirectoryStorage(lease_directory(path)))
     lock.release()
     return False
 
