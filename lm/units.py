@@ -1,4 +1,4 @@
-"""Numbers of bytes and of parameters, in the unit in which they have few digits."""
+"""Numbers for people: bytes and parameters in a unit with few digits, and things counted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ def format_bytes(n: float) -> str:
         if n >= size:
             return f"{n / size:,.{places}f} {unit}"
     return f"{n:.0f} bytes"
+
+
+def format_count(n: int, noun: str) -> str:
+    """Return e.g. "1 step" or "1,000 steps"."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n:,} {noun}s"
 
 
 def format_parameters(n: int) -> str:

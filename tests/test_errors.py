@@ -15,15 +15,18 @@ from typing import Any
 
 import pytest
 
-from lm import generate
+import fsdp
+from lm import evaluate, generate, report
 from lm.checkpoint.__main__ import main as checkpoint_main
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.store import LocalCheckpoints
 from lm.data.run_data import DataConfig, open_data
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
+from lm.plan import __main__ as plan
 from lm.prepare.__main__ import main as prepare_main
 from lm.resume import plan_resume
+from lm.search import __main__ as search
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import checkpoints_by_step, run_fsdp
@@ -57,6 +60,52 @@ def test_invalid_file_name_in_a_hyperparameter_is_refused(
     with pytest.raises(ConfigError, match="File name too long") as refused:
         use()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (checkpoint_main, ["list", "~/a"]),
+        (checkpoint_main, ["verify", "~/a"]),
+        (generate.main, ["~/a", "--prompt", "x"]),
+        (evaluate.main, ["~/a", "--tasks=a.jsonl"]),
+        (evaluate.main, ["x", "--tasks", "~/a/b.jsonl"]),
+        (prepare_main, ["~/a", "--tokenizer", "bytes", "--out", "out"]),
+        (prepare_main, ["config.yaml", "--format=text", "--tokenizer", "bytes", "--out=~/a/b"]),
+        (hf_main.main, ["inspect", "~/a"]),
+        (hf_main.main, ["export", "~/a", "out"]),
+        (hf_main.main, ["export", "x", "~/a"]),
+        (plan.main, ["--config=~/a"]),
+        (report.main, ["~/a"]),
+        (search.main, ["~/a"]),
+        (fsdp.main, ["--config=~/a"]),
+        (fsdp.main, ["dataset=text", "train_data=~/a/b"]),
+        (fsdp.main, ["dataset=text", "val_data=~/a/b"]),
+        (fsdp.main, ["dataset=hf", "train_data=~/a/b"]),
+        (fsdp.main, ["dataset=jsonl", "train_data=~/a/b"]),
+        (fsdp.main, ["dataset=tokens", "train_data=~/a"]),
+        (fsdp.main, ["dataset=text", "eval_tasks=[~/a/b.jsonl]"]),
+        (fsdp.main, ["init_from=~/a"]),
+        (fsdp.main, ["resume=~/a"]),
+    ],
+    ids=str,
+)
+def test_paths_of_commands_can_start_with_the_home_directory(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "a").write_text("")
+    Path("a.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "gold": 0}')
+    Path("config.yaml").write_text("hyperparameters: {batch_size: 1, max_steps: 1}")
+    assert main(arguments) != 0
+    errors = capsys.readouterr().err
+    assert str(tmp_path / "home" / "a") in errors
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from lm.checkpoint.contents import find_tensors, require_sizes_of_model, verify
 from lm.checkpoint.locate import find_checkpoint, locate_checkpoint, store_at
 from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
+from lm.data.hub_cache import find_directory
 from lm.errors import ConfigError, command, oserror_as_config_error
 from lm.units import format_bytes
 
@@ -81,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m lm.checkpoint", description="List and verify checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="list a run's checkpoints").add_argument("path", metavar="RUN")
-    commands.add_parser("verify", help="check all that loading checks").add_argument(
-        "path", metavar="CHECKPOINT"
-    )
+    list_parser = commands.add_parser("list", help="list a run's checkpoints")
+    list_parser.add_argument("path", type=find_directory, metavar="RUN")
+    verify_parser = commands.add_parser("verify", help="check all that loading checks")
+    verify_parser.add_argument("path", type=find_directory, metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
     if args.command == "verify":
         location = locate_checkpoint(args.path)

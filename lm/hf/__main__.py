@@ -21,6 +21,7 @@ from pathlib import Path
 from lm.checkpoint.tensor_files import TensorSlice
 from lm.data.hub_cache import find_directory
 from lm.errors import command
+from lm.fileio import home_path
 from lm.hf import adapters, weights
 from lm.hf.export import export_model
 from lm.units import format_bytes, format_parameters
@@ -73,22 +74,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face model")
     add = export.add_argument
-    add("checkpoint", metavar="RUN", help="directory or URL of a checkpoint or run")
-    add("out", type=Path, metavar="OUT", help="directory to create")
+    add(
+        "checkpoint",
+        type=find_directory,
+        metavar="RUN",
+        help="directory or URL of a checkpoint or run",
+    )
+    add("out", type=home_path, metavar="OUT", help="directory to create")
     dtypes = weights.WEIGHT_DTYPES
     add("--dtype", choices=dtypes, default="float32", help="of the weights (%(default)s)")
     add_lora = export.add_mutually_exclusive_group().add_argument
-    add_lora("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    add_lora(
+        "--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters"
+    )
     add_lora("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
 
     inspect_help = "print what a Hugging Face model is and whether init_from can read it"
     inspect = commands.add_parser("inspect", help=inspect_help)
     source_help = "a directory, or OWNER/MODEL[@REVISION] on the Hub"
-    inspect.add_argument("source", metavar="MODEL", help=source_help)
+    inspect.add_argument("source", type=find_directory, metavar="MODEL", help=source_help)
 
     args = parser.parse_args(arguments)
     if args.command == "inspect":
-        print(describe_model(find_directory(args.source)))
+        print(describe_model(args.source))
         return 0
     started = time.monotonic()
     n_bytes = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)

@@ -78,7 +78,6 @@ def export_model(
             exists, there are no adapters, or their base is not found.
         RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
-    out = out.expanduser()
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
     directory = find_checkpoint(where)

@@ -24,6 +24,7 @@ from lm import config
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError, command
+from lm.fileio import home_path
 from lm.hf import adapters, weights
 from lm.launch.machine import host_memory
 from lm.memory import USABLE, Ranks
@@ -31,7 +32,7 @@ from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.training import parallelize
 from lm.training.precision import choose_dtype
-from lm.units import format_bytes, format_parameters
+from lm.units import format_bytes, format_count, format_parameters
 
 GPUS_PER_NODE = 8
 
@@ -62,7 +63,12 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m lm.plan", description="Measure the memory of a run without a GPU."
     )
     add = parser.add_argument
-    add("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
+    add(
+        "--config",
+        type=home_path,
+        default=Path("config.yaml"),
+        help="experiment file (%(default)s)",
+    )
     add("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     add("--gpu", metavar="NAME", default="h100", help=f"{', '.join(CARDS)} (%(default)s)")
     add("--memory", type=float, metavar="GIB", help="memory of another GPU")
@@ -138,13 +144,6 @@ def round_up_batch(hp: Hyperparameters, n_ranks: int) -> Hyperparameters:
     per_micro_step = hp.data.batch_size * n_ranks
     total = math.ceil(hp.data.total_batch_size / per_micro_step) * per_micro_step
     return hp.replace(total_batch_size=total)
-
-
-def format_count(n: int, noun: str) -> str:
-    """Return e.g. "1 step" or "1,000 steps"."""
-    if n == 1:
-        return f"1 {noun}"
-    return f"{n:,} {noun}s"
 
 
 def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:

@@ -35,7 +35,7 @@ from lm.data.tokenizer import (
 )
 from lm.data.tokens import SourceRecord, read_index
 from lm.errors import ConfigError, RunError, command
-from lm.fileio import write_durably
+from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
 from lm.prepare import token_writer
@@ -50,7 +50,7 @@ from lm.prepare.readers import (
 )
 from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
 from lm.runtime.run_dir import lock_file, release_leases
-from lm.units import format_bytes
+from lm.units import format_bytes, format_count
 
 LOG_SECONDS = 30.0
 """Time between progress lines if stderr is not a terminal."""
@@ -199,7 +199,8 @@ def _check_not_empty(
         raise ConfigError(f"{name_files(files)}: no text to encode")
     for writer in writers:
         if writer.n_documents == 0:
-            problem = f"{fraction:g} of {n_documents} document(s) leaves none for {writer.name}"
+            share = f"{fraction:g} of {format_count(n_documents, 'document')}"
+            problem = f"{share} leaves none for {writer.name}"
             separate = "prepare separate files for validation in another directory"
             remedy = f"choose another fraction, or {separate}"
             raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
@@ -278,7 +279,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lm.prepare", description=description)
     add = parser.add_argument
     add("input", nargs="*", metavar="INPUT", help="a file, a directory or a glob")
-    add("--out", type=Path, metavar="DIR", help="directory for the token files")
+    add("--out", type=home_path, metavar="DIR", help="directory for the token files")
     add(
         "--tokenizer",
         metavar="T",
@@ -320,7 +321,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace the dataset in DIR")
     add(
         "--verify",
-        type=Path,
+        type=home_path,
         metavar="DIR",
         help="only compare the dataset in DIR with its checksums",
     )
@@ -389,7 +390,8 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
             problems.append(f"{path}: {problem}")
     if unknown:
         known = ", ".join(itertools.chain.from_iterable(FORMATS.values()))
-        share = f"{len(unknown)} of {len(files)} file(s) have no suffix of a known format ({known})"
+        share = f"{len(unknown)} of {format_count(len(files), 'file')}"
+        share = f"{share} without a suffix of a known format ({known})"
         examples = ", ".join(map(str, unknown[:3]))
         remedy = "choose files by a glob, e.g. 'DIRECTORY/**/*.txt', or their format with --format"
         problems.append(f"INPUT: {share}, e.g. {examples}; {remedy}")

@@ -17,7 +17,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lm.errors import (
     ConfigError,
@@ -26,6 +25,7 @@ from lm.errors import (
     open_standard_streams,
     oserror_as_config_error,
 )
+from lm.fileio import home_path
 from lm.launch.launch import exit_code_of_stop
 from lm.search.experiment import MAX_TRIALS
 from lm.search.halving import Replay
@@ -41,7 +41,9 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
         description="Search hyperparameters on this machine.",
         epilog="Run the same command again to continue.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="experiment file with a searcher")
+    parser.add_argument(
+        "file", type=home_path, metavar="FILE", help="experiment file with a searcher"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="hyperparameters to change"
     )
