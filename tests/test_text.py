@@ -202,7 +202,7 @@ def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as refused:
         read_text(find_files(str(tmp_path), "train_data"), TOKENIZER)
     (problem,) = refused.value.problems
-    assert problem.startswith(f"{tmp_path}: 4 of 7 file(s) ")
+    assert problem.startswith(f"{tmp_path}: 4 of 7 files ")
     for part in ("2 x PNG image (a.png)", "1 x PDF (c.pdf)", ".docx", f"'{tmp_path}/**/*.md'"):
         assert part in problem
 

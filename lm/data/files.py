@@ -26,6 +26,7 @@ from lm.data.signatures import (
     check_start,
 )
 from lm.errors import ConfigError, limit_problems
+from lm.units import format_count
 
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
@@ -184,7 +185,7 @@ def name_files(files: Sequence[Path]) -> str:
     """Return the first of `files` and the number of others, for errors."""
     if len(files) == 1:
         return str(files[0])
-    return f"{files[0]} and {len(files) - 1} other file(s)"
+    return f"{files[0]} and {format_count(len(files) - 1, 'other file')}"
 
 
 def is_compressed(path: Path) -> bool:

@@ -30,6 +30,7 @@ from lm.data.tokens import (
 )
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fields import Config, Fixed, Logged, Needs, Varied
+from lm.units import format_count
 from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
@@ -362,9 +363,10 @@ def _text_notes(found: list[Path], tokens: NDArray[np.uint32], tokenizer: Tokeni
     for kind, suffixes in (("JSON", _JSON_SUFFIXES), ("CSV", _TABLE_SUFFIXES)):
         records = [path for path in found if suffixes & set(path.suffixes)]
         if records:
-            share = f"{len(records)} of {len(found)} file(s) hold records, e.g. {records[0].name}"
-            problem = f"dataset: text also learns the syntax of {kind}"
-            notes.append(f"train_data: {share}: {problem}; {remedies[kind]}")
+            share = f"{len(records)} of {format_count(len(found), 'file')}"
+            problem = f"records in {share}, e.g. {records[0].name}"
+            reason = f"dataset: text also learns the syntax of {kind}"
+            notes.append(f"train_data: {problem}: {reason}; {remedies[kind]}")
     if len(tokens) < SMALL_TEXT:  # every token is at least a byte
         n_bytes = int(tokenizer.text_bytes[tokens].sum())
         if n_bytes < SMALL_TEXT:

@@ -31,6 +31,7 @@ from lm.data.tokens import next_token_sample
 from lm.data.worker import Worker
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.seeds import derive_seed
+from lm.units import format_count
 
 if TYPE_CHECKING:
     from datasets import IterableDataset as Documents
@@ -421,7 +422,8 @@ class StreamedSource:
         self.note: str | None = None
         n_files = stream.documents.num_shards
         if n_files % n_streams != 0:
-            problem = f"{n_files} file(s) for {n_streams} data workers over all ranks"
+            workers_of_all = format_count(n_streams, "data worker")
+            problem = f"{format_count(n_files, 'file')} for {workers_of_all} over all ranks"
             advice = f"each worker reads all files; a multiple of {n_streams} files is faster"
             self.note = f"train_data: {problem}: {advice}"
 

@@ -30,6 +30,7 @@ from lm.data.tokenizer import ByteCheck, Tokenizer, describe_tokenizer, encode_d
 from lm.errors import ConfigError, error_prefix
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
+from lm.units import format_count
 from model import IGNORE_INDEX
 
 _WRITE_AGAIN = "write it again with python -m lm.prepare"
@@ -189,7 +190,8 @@ def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> Con
     for its_format, paths in sorted(by_format.items()):
         kinds.append(f"{len(paths)} x {its_format} ({min(paths).name})")
     root = Path(os.path.commonpath(files))
-    problem = f"{root}: {len(others)} of {len(files)} file(s) are not text: {'; '.join(kinds)}"
+    share = f"{len(others)} of {format_count(len(files), 'file')}"
+    problem = f"{root}: {share} cannot be read as text: {'; '.join(kinds)}"
     remedies = dict.fromkeys(others[min(paths)].remedy for paths in by_format.values())
     remedy = "; or ".join(remedies)
     suffixes = Counter(path.suffix for path in files if path not in others and path.suffix)
