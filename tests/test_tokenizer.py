@@ -673,3 +673,21 @@ def test_chat_stop_ids_need_the_package_of_the_template(monkeypatch: pytest.Monk
     assert chat_files("").stop_ids == {EOS}
     with pytest.raises(ConfigError, match="requires a package: pip install transformers"):
         _ = chat_files(CHAT_TEMPLATE).chat_stop_ids
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_tokenizer_of_adapters_stops_where_their_base_does(name: str, tmp_path: Path) -> None:
+    adapters, base = tmp_path / "adapters", tmp_path / "base"
+    for directory in (adapters, base):
+        directory.mkdir()
+        (directory / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    (base / name).write_text('{"eos_token_id": [7, 9]}')
+    settings = {"base_model_name_or_path": str(base)}
+    (adapters / "adapter_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(str(adapters)).stop_ids == {BYTE_LEVEL.eos_id, 7, 9}
+    (adapters / "generation_config.json").write_text('{"eos_token_id": 8}')
+    assert load_tokenizer(str(adapters)).stop_ids == {BYTE_LEVEL.eos_id, 8}
+    (adapters / "generation_config.json").unlink()
+    settings["base_model_name_or_path"] = "some--one/else"  # which no hub can have
+    (adapters / "adapter_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(str(adapters)).stop_ids == {BYTE_LEVEL.eos_id}

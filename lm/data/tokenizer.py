@@ -43,6 +43,7 @@ TOKENIZER_JSON = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 _ADDED_TOKENS = "added_tokens.json"
@@ -735,11 +736,32 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     more = sorted(path.name for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
     names = [*TOKENIZER_FILES, _OLD_TEMPLATE, *(f"{_MORE_TEMPLATES}/{name}" for name in more)]
     files = {name: _read_inside(directory, name) for name in names if (directory / name).is_file()}
-    if GENERATION_CONFIG not in files:
-        stops = _read_stops_of_model(directory / MODEL_CONFIG)
-        if stops:
-            files[GENERATION_CONFIG] = json.dumps({"eos_token_id": stops}).encode()
+    if GENERATION_CONFIG in files:
+        return files
+    model = _find_base(directory)
+    if (model / GENERATION_CONFIG).is_file():
+        files[GENERATION_CONFIG] = _read_inside(model, GENERATION_CONFIG)
+    elif stops := _read_settings(model / MODEL_CONFIG).get("eos_token_id"):
+        # As in transformers, that of generation.
+        files[GENERATION_CONFIG] = json.dumps({"eos_token_id": stops}).encode()
     return files
+
+
+def _find_base(directory: Path) -> Path:
+    """Return the directory of the model that adapters in `directory` are for, else `directory`."""
+    settings = _read_settings(directory / ADAPTER_CONFIG)
+    source = settings.get("base_model_name_or_path")
+    if not isinstance(source, str):
+        return directory
+    base = Path(find_directory(source))
+    if base.is_dir():
+        return base
+    if settings.get("revision"):
+        source = f"{source}@{settings['revision']}"
+    try:
+        return download_from_hub(source, (GENERATION_CONFIG, MODEL_CONFIG), "tokenizer")
+    except ConfigError:  # the tokenizer works without it
+        return directory
 
 
 def _read_inside(directory: Path, name: str) -> bytes:
@@ -750,17 +772,17 @@ def _read_inside(directory: Path, name: str) -> bytes:
     return _read_tokenizer_file(target, name)
 
 
-def _read_stops_of_model(path: Path) -> Any:
-    """Return `eos_token_id` of a config.json: as in transformers, that of generation."""
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, {} if there is none or no object in it."""
     if not path.is_file():
-        return None
+        return {}
     try:
         raw = parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES))
     except ValueError as error:
         raise ConfigError(f"tokenizer: {path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        return None
-    return raw.get("eos_token_id")
+        return {}
+    return raw
 
 
 def _read_tokenizer_file(path: Path, name: str) -> bytes:

@@ -27,7 +27,7 @@ from lm.training import lora
 from lm.training.lora import LoraConfig
 from model import Transformer
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = tokenizer.ADAPTER_CONFIG
 ADAPTER_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
