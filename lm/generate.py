@@ -29,7 +29,7 @@ import torch
 from lm import sampling
 from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError, command, escape_control
+from lm.errors import ConfigError, command, error_prefix, escape_control
 from lm.fileio import home_path
 from lm.hf.base import open_model
 from lm.hf.weights import WEIGHT_DTYPES
@@ -164,10 +164,12 @@ def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> 
         n_reserved = min(n_reserved, args.max_new_tokens)
     longest_prompt = context - n_reserved
 
+    _encode_chat(tokenizer, [{"role": "user", "content": "?"}])  # raises before any input
     system: list[dict[str, str]] = []
     if args.system is not None:
+        with error_prefix("--system"):
+            _require_system_role(tokenizer)
         system.append({"role": "system", "content": args.system})
-    _encode_chat(tokenizer, [*system, {"role": "user", "content": "?"}])  # raises before any input
 
     history: list[dict[str, str]] = []  # messages of the user and the assistant in turns
     for n, line in enumerate(read_lines()):
@@ -203,6 +205,16 @@ def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> 
             pass  # ends the answer
         print_text("\n")
         history.append({"role": "assistant", "content": answer})
+
+
+def _require_system_role(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the chat template does not write messages of the role system."""
+    marker = "x0q7"
+    messages = [{"role": "system", "content": marker}, {"role": "user", "content": "?"}]
+    text, _ = tokenizer.render(messages, add_generation_prompt=True)
+    if marker not in text:
+        problem = f"{tokenizer.find_template().name} leaves out messages of the role system"
+        raise ConfigError(f"{problem}; leave --system out, and write its text in the first line")
 
 
 def _encode_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:

@@ -19,13 +19,20 @@ import torch
 from lm import generate
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import read_manifest, write_manifest
-from lm.data.tokenizer import TOKENIZER_JSON
+from lm.data.tokenizer import TOKENIZER_JSON, FileTokenizer
+from lm.errors import ConfigError
 from lm.hf.base import load_model
 from lm.hf.export import export_model
+from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import run_fsdp
-from tests.support.tokenizer_files import CHAT_TEMPLATE, llama2_tokenizer, llama_tokenizer
+from tests.support.tokenizer_files import (
+    CHAT_TEMPLATE,
+    byte_level_tokenizer,
+    llama2_tokenizer,
+    llama_tokenizer,
+)
 
 TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "
 
@@ -346,6 +353,29 @@ def test_export_has_the_chat_template_of_the_run(chat_run: Path, tmp_path: Path)
     export_model(chat_run, tmp_path / "out")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert exported.chat_template == (chat_run.parent.parent / "set.jinja").read_text()
+
+
+LEAVES_OUT = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+REJECTS = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ messages[-1].content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [(LEAVES_OUT, "leaves out messages of the role system"), (REJECTS, "no system")],
+)
+def test_system_message_that_the_template_does_not_write_is_refused(
+    template: str, part: str
+) -> None:
+    files = {"tokenizer.json": byte_level_tokenizer(), "chat_template.jinja": template.encode()}
+    model = Transformer(ModelConfig())
+    args = generate.parse_generate_arguments(
+        ["anywhere", "--chat", "--system", "Answer in French."]
+    )
+    with pytest.raises(ConfigError, match=f"^--system: .*{part}"):
+        generate.chat(model, FileTokenizer(files, "test"), args)
 
 
 @pytest.mark.slow
