@@ -370,7 +370,7 @@ def test_system_message_that_the_template_does_not_write_is_refused(
     template: str, part: str
 ) -> None:
     files = {"tokenizer.json": byte_level_tokenizer(), "chat_template.jinja": template.encode()}
-    model = Transformer(ModelConfig())
+    model = Transformer(ModelConfig.model_validate({}))
     args = generate.parse_generate_arguments(
         ["anywhere", "--chat", "--system", "Answer in French."]
     )

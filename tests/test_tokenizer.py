@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from lm.data.tokenizer import (
     load_tokenizer,
 )
 from lm.errors import ConfigError
+from tests.support import REPOSITORY
 from tests.support.hyperparameters import named_keys
 from tests.support.tokenizer_files import (
     CHAT_TEMPLATE,
@@ -691,3 +693,34 @@ def test_tokenizer_of_adapters_stops_where_their_base_does(name: str, tmp_path: 
     settings["base_model_name_or_path"] = "some--one/else"  # which no hub can have
     (adapters / "adapter_config.json").write_text(json.dumps(settings))
     assert load_tokenizer(str(adapters)).stop_ids == {BYTE_LEVEL.eos_id}
+
+
+@pytest.mark.parametrize("content", [byte_level_tokenizer(), llama_tokenizer(), llama2_tokenizer()])
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["to be", "or", " ", "\n", "e\u0301", "<s>", "That is"])))
+def test_long_texts_are_encoded_in_pieces_as_in_one(content: bytes, words: list[str]) -> None:
+    text = " ".join(words * 3)
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr("lm.data.tokenizer._PIECE_SIZE", 10)
+        (ids,) = from_files(content).encode_batch([text])
+    assert ids.tolist() == from_files(content).encode_batch([text])[0].tolist()
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from lm.data.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[1])
+tokenizer.encode_batch(["to be"])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tokenizer.encode_batch(["or not to be, that is the question: " * 100_000])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_a_long_text_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert int(done.stdout) < 200 * 1024  # KiB, for 3.6 MB of text

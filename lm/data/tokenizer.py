@@ -69,6 +69,12 @@ _DEFAULT = "default"
 _TOOL_USE = "tool_use"
 _CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
 """name of a file in the caches of the Hub and of DVC, which nothing else has"""
+_PIECE_SIZE = 2**18
+"""Characters of a longer text that are encoded at a time; the library takes 200 bytes for each."""
+_SEAM = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+"""before the space between two words, where most tokenizers split a text"""
+_SEAM_CONTEXT = 500
+_SEAMS_TRIED = 5
 _MARKED_REPLY = "x7q"
 """content that no chat template writes itself"""
 
@@ -297,11 +303,11 @@ class FileTokenizer:
         text = json.dumps(self._encoder.id_to_token(token), ensure_ascii=False)
         return f"{text} is id {token}, which the model, with {self.n_model_ids} ids, does not have"
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def _check_ids(self, ids: Sequence[int] | NDArray[np.uint32]) -> None:
         """Raise ConfigError for ids that the model does not have."""
         if self.vocab_size <= self.n_model_ids:
             return
-        highest = max(ids, default=0)
+        highest = int(max(ids, default=0))
         if highest >= self.n_model_ids:
             problem = self._describe_id(highest)
             raise self._error(f"{problem}; remove it from the text, or {_enlarge(highest + 1)}")
@@ -440,14 +446,46 @@ class FileTokenizer:
 
         The library uses all cores unless TOKENIZERS_PARALLELISM is false.
         """
+        split = [self._split(text) for text in texts]
         with self._library_errors():
-            encodings = self._encoder.encode_batch_fast(list(texts))
+            encodings = self._encoder.encode_batch_fast([first for first, *_ in split])
         results: list[NDArray[np.uint32]] = []
-        for encoding in encodings:
-            ids = encoding.ids[self._find_text(encoding)]
+        for encoding, (_, *others) in zip(encodings, split, strict=True):
+            parts = [np.array(encoding.ids[self._find_text(encoding)], np.uint32)]
+            for other in others:
+                with self._library_errors():
+                    (piece,) = self._encoder.encode_batch_fast([other], add_special_tokens=False)
+                parts.append(np.array(piece.ids, np.uint32))
+            ids = np.concatenate(parts)
             self._check_ids(ids)
-            results.append(np.array(ids, np.uint32))
+            results.append(ids)
         return results
+
+    def _split(self, text: str) -> list[str]:
+        """Return the pieces of a long text that can be encoded one by one.
+
+        They are cut where this tokenizer encodes the words before and after apart as it does
+        together.
+        """
+        pieces: list[str] = []
+        start = 0
+        while len(text) - start > 2 * _PIECE_SIZE:
+            seam = self._find_seam(text, start + _PIECE_SIZE)
+            if seam is None:
+                break
+            pieces.append(text[start:seam])
+            start = seam
+        return [*pieces, text[start:]]
+
+    def _find_seam(self, text: str, first: int) -> int | None:
+        found = _SEAM.finditer(text, first, first + _PIECE_SIZE)
+        for match in itertools.islice(found, _SEAMS_TRIED):
+            seam = match.start()
+            before = text[seam - _SEAM_CONTEXT : seam]
+            after = text[seam : seam + _SEAM_CONTEXT]
+            if self._encode(before + after) == self._encode(before) + self._encode(after):
+                return seam
+        return None
 
     def encode_with_ends(
         self, texts: Sequence[str], *, add_special_tokens: bool
