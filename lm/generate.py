@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 
 from lm import sampling
-from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, error_prefix, escape_control
 from lm.fileio import home_path
@@ -291,7 +290,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     )
     add = parser.add_argument
     checkpoint_help = "a checkpoint, a run or a Hugging Face model"
-    add("checkpoint", type=find_directory, metavar="CHECKPOINT", help=checkpoint_help)
+    add("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
     mode.add_argument("--chat", action="store_true", help="answer each line of standard input")

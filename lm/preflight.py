@@ -76,7 +76,8 @@ def find_start(hp: Hyperparameters, world: World, downloads: bool = True) -> Sta
         return Start()
     if hp.lora.lora_rank is not None:
         its_adapters = source if adapters.is_adapter(source) else None
-        model = adapters.base_of(source)
+        with world.all_or_none():
+            model = adapters.base_of(source)
         if not downloads and weights.is_model(model) and not Path(model).is_dir():
             return Start(model=model, adapters=its_adapters)
         base = find_base(source, world)
