@@ -37,6 +37,7 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.store import CheckpointStore
 from lm.config import FIELDS, rerun_command
 from lm.data.run_data import DataConfig
+from lm.determined.search import OTHER_INPUTS, search_inputs
 from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
 from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
@@ -268,7 +269,10 @@ def _resume_from(
     log: Callable[[str], None],
 ) -> Manifest:
     manifest = saved.manifest
-    for change in require_same_run(manifest, run_info):
+    changes = require_same_run(manifest, run_info)
+    if changes and search_inputs(os.environ) is not None:
+        raise ConfigError(f"{OTHER_INPUTS}: {'; '.join(changes)}")
+    for change in changes:
         log(f"changed: {make_printable(change)}")
     jump = compare_learning_rates(location, manifest, run_info)
     parts = dict(state)

@@ -18,19 +18,19 @@ import pytest
 import yaml
 from filelock import FileLock
 
-from lm.determined.search import differences
+from lm.determined.search import OTHER_INPUTS, differences
 from lm.errors import MAX_LINE, ConfigError, RunError
 from lm.launch.signals import STOP_SIGNALS
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
-from lm.search.report import Row
+from lm.search.report import Row, Table
 from lm.search.search import Search
 from tests.support import REPOSITORY
 from tests.support.cluster.searcher import Halving
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
 from tests.support.hyperparameters import TINY
-from tests.support.runs import wait_until
+from tests.support.runs import run_fsdp, wait_until
 
 ASHA: dict[str, Any] = {
     "name": "adaptive_asha",
@@ -548,7 +548,9 @@ def started_search(hyperparameters: Mapping[str, Any], *overrides: str) -> Searc
     trial = search.trials[0]
     trial.prepare()
     session = {"step": 0, "inputs": dict(trial.settings.inputs)}
-    (trial.path / "sessions.jsonl").write_text(json.dumps(session) + "\n")
+    write_lines(trial.path / "sessions.jsonl", session)
+    result = {"group": "validation", "step": 8, "time": 1.0, "loss": 2.0}
+    write_lines(trial.path / "metrics.jsonl", result)
     search.require_unchanged(*search.trials)
     return search
 
@@ -558,6 +560,13 @@ def edit_config(key: str, value: Any) -> None:
     contents = yaml.safe_load(path.read_text())
     contents["hyperparameters"][key] = value
     path.write_text(yaml.safe_dump(contents))
+
+
+def edit_file(name: str, content: str | None) -> None:
+    path = Path("runs/tiny/trial-1", name)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
 
 
 def edit_inputs(change: Mapping[str, str]) -> None:
@@ -578,6 +587,11 @@ def edit_inputs(change: Mapping[str, str]) -> None:
         (lambda: edit_config("lr", 0.5), "lr: was "),
         (lambda: edit_config("seed", 7), "seed: was 42, is now 7"),
         (lambda: edit_config("n_layers", None), "n_layers: was 1, is now null"),
+        (lambda: edit_file("config.yaml", None), "config.yaml: is missing"),
+        (lambda: edit_file("config.yaml", "a: ["), "trial-1/config.yaml:1"),
+        (lambda: edit_file("sessions.jsonl", None), "inputs: are unknown"),
+        (lambda: edit_file("sessions.jsonl", "damaged\n"), "inputs: are unknown"),
+        (lambda: edit_file("sessions.jsonl", '{"step": 0, "inputs": 3}\n'), "inputs: are unknown"),
     ],
 )
 def test_search_names_what_makes_its_trials_incomparable(
@@ -591,6 +605,25 @@ def test_search_names_what_makes_its_trials_incomparable(
         Search(Path("tiny.yaml"), []).save()
     (line,) = raised.value.problems
     assert name in line
+
+
+def test_search_limits_the_lines_on_one_trial() -> None:
+    started_search(SMALL)
+    edit_file("config.yaml", "hyperparameters:\n")
+    with pytest.raises(ConfigError, match="more$"):
+        Search(Path("tiny.yaml"), []).save()
+
+
+def test_search_that_is_complete_reads_its_data_again(capsys: pytest.CaptureFixture[str]) -> None:
+    write_data()
+    started = started_search(SMALL | TEXT)
+    replay = started.replay()
+    table = Table("loss")
+    started.require_same_inputs(*started.trials)
+    Path("val.txt").write_text("other text " * 3000)
+    with pytest.raises(ConfigError, match="val_data: was "):
+        command.finish(started, replay, table)
+    assert "best" not in capsys.readouterr().out
 
 
 OTHER_QUESTIONS = [{"context": "a", "choices": ["b", "d"], "gold": 1}] * 2
@@ -649,6 +682,10 @@ def test_search_restores_its_file_from_the_trials(
             ),
             ["search.json: has format 2", "format 1"],
         ),
+        (
+            lambda: Path("runs/tiny/search.json").write_text('{"format": 3, "trials": {}}'),
+            ["search.json: has format 3", "format 1"],
+        ),
     ],
 )
 def test_search_does_not_adopt_other_trials(prepare: Callable[[], Any], parts: list[str]) -> None:
@@ -695,6 +732,23 @@ def test_search_ends_where_its_data_change(change: Callable[[Path], Any], proble
     write_data()
     assert command.main(["tiny.yaml"]) == 0
     assert {max(losses) for losses in losses_by_trial("tiny").values()} == {8}
+
+
+@pytest.mark.slow
+def test_trial_does_not_resume_from_a_checkpoint_of_other_data() -> None:
+    """One whose records are lost, e.g. in object storage."""
+    write_data()
+    hyperparameters = SMALL | TEXT | {"lr": 0.01, "run_name": "tiny/trial-1"}
+    write_experiment({"name": "single", "metric": "loss"}, SMALL | TEXT | {"lr": 0.01})
+    first = run_fsdp(Path.cwd(), "stop_at_step=4", config=hyperparameters)
+    assert first.returncode == 0, first.stderr
+    Path("val.txt").write_text("other text " * 3000)
+    (trial,) = Search(Path("tiny.yaml"), []).trials
+    inputs = json.dumps(trial.settings.inputs)
+    resumed = run_fsdp(Path.cwd(), config=hyperparameters, SEARCH_INPUTS=inputs)
+    assert resumed.returncode == ConfigError.exit_code
+    assert OTHER_INPUTS in resumed.stderr
+    assert "val_data: " in resumed.stderr
 
 
 @pytest.mark.slow

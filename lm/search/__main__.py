@@ -59,6 +59,7 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
 def finish(search: Search, replay: Replay, table: Table) -> int:
     """Write the report, and say which trial is the best. Return the exit code."""
     search.require_unchanged(*search.trials)
+    search.require_same_inputs(*[trial for trial in search.trials if trial.values()])
     rows = search.ranked(search.rows(replay.standings))
     table.show(rows, set())
     best = rows[0]

@@ -180,17 +180,26 @@ class Runner:
         if process.was_resumed() and not process.has_trained():
             self._end(f"{trial.name} does not resume", reason)
             return
-        if OTHER_INPUTS in reason or self._search.inputs_have_changed(trial):
+        if OTHER_INPUTS in reason:
             self._end(f"{trial.name} does not start", reason)
             return
-        trial.drop(reason)
-        if process.has_trained():
+        if not self._drop(trial, reason) or process.has_trained():
             return
         refused = self._refused_alike(reason)
         if len(refused) == SAME_REFUSALS:
             for other in refused:
                 other.undo_drop()
             self._end(f"the first {SAME_REFUSALS} trials were refused alike", reason)
+
+    def _drop(self, trial: Trial, reason: str) -> bool:
+        """Drop a trial, unless its inputs have changed, which ends the search. Return whether."""
+        try:
+            self._search.require_same_inputs(trial)
+        except ConfigError:
+            self._end(f"{trial.name} does not start", reason)
+            return False
+        trial.drop(reason)
+        return True
 
     def _refused_alike(self, reason: str) -> list[Trial]:
         """Return the trials that were refused for this reason; none if any trial has trained."""
@@ -219,7 +228,7 @@ class Runner:
         step = trial.settings.step_of(process.rung)
         problem = f"ended with code {process.exit_code()} before step {step}"
         if n_failures > self._search.experiment.max_restarts:
-            trial.drop(f"{problem}, {n_failures} times: {trial.last_errors()}")
+            self._drop(trial, f"{problem}, {n_failures} times: {trial.last_errors()}")
         self._table.event(f"{trial.name}: {problem}: {trial.last_errors()}")
 
     def _show(self, replay: Replay) -> None:

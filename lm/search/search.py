@@ -23,7 +23,7 @@ from lm.data.loader import derive_global_batch_size
 from lm.data.run_data import open_data
 from lm.data.tokens import check_token_files
 from lm.determined.search import Searcher, differences
-from lm.errors import ConfigError
+from lm.errors import ConfigError, limit_problems
 from lm.fileio import parse_json, read_bytes, replace_durably
 from lm.hf import adapters
 from lm.launch.console import announce
@@ -41,10 +41,15 @@ FORMAT = 1
 _MAX_BYTES = 64 << 20
 
 
-class _Saved(BaseModel, frozen=True, extra="allow"):
-    """The content of search.json."""
+class _Format(BaseModel, frozen=True, extra="allow"):
+    """What search.json has in every format."""
 
     format: int
+
+
+class _Saved(_Format, frozen=True, extra="allow"):
+    """The content of search.json."""
+
     experiment: dict[str, Any]
     points: list[dict[str, Any]]
 
@@ -202,16 +207,26 @@ class Search:
         for trial in trials:
             self._refuse([f"{trial.name}: {change}" for change in trial.changes()])
 
-    def inputs_have_changed(self, trial: Trial) -> bool:
-        """Return whether the inputs of a trial are others now, or wrong, and were not before."""
-        settings = trial.settings
-        found = _find_inputs(settings.hp, settings.searcher, settings.global_batch_size)
-        return found != settings.inputs
+    def require_same_inputs(self, *trials: Trial) -> None:
+        """Read the inputs of trials again; raise ConfigError if they are others, or wrong, now."""
+        checked: list[Mapping[str, Any]] = []
+        for trial in trials:
+            settings = trial.settings
+            if any(settings.inputs is each for each in checked):
+                continue
+            checked.append(settings.inputs)
+            found = _find_inputs(settings.hp, settings.searcher, settings.global_batch_size)
+            if isinstance(found, ConfigError):
+                changes = list(found.problems)
+            else:
+                changes = differences(settings.inputs, found)
+            self._refuse([f"{trial.name}: {change}" for change in changes])
 
     def _refuse(self, changes: Sequence[str]) -> None:
         if changes:
             remedy = f"undo the change, or start another search: run_name={self.name}-2"
-            raise ConfigError(*[f"{self.path}: {change}; {remedy}" for change in changes])
+            problems = [f"{self.path}: {change}; {remedy}" for change in changes]
+            raise ConfigError(*limit_problems(problems))
 
     def _require_no_others(self, file: Path) -> None:
         """Raise ConfigError if trials of another search are in the directory of a lost `file`."""
@@ -285,8 +300,8 @@ class Search:
 def _start_date(directory: Path) -> datetime.date:
     """Return the date of the chat templates of the trials in `directory`, else today."""
     for config_file in directory.glob("trial-*/config.yaml"):
-        saved = strict_yaml.load_experiment(config_file)[0]["hyperparameters"]
-        with suppress(TypeError, ValueError, KeyError):
+        with suppress(ConfigError, TypeError, ValueError, KeyError):  # `Trial.changes` names it
+            saved = strict_yaml.load_experiment(config_file)[0]["hyperparameters"]
             return datetime.date.fromisoformat(saved["chat_template_date"])
     return datetime.date.today()
 
@@ -317,10 +332,11 @@ def _read_saved(file: Path) -> _Saved | None:
         ConfigError: it is of another format.
     """
     try:
-        saved = _Saved.model_validate(parse_json(read_bytes(file, _MAX_BYTES)))
+        content = parse_json(read_bytes(file, _MAX_BYTES))
+        found = _Format.model_validate(content).format
+        if found != FORMAT:
+            problem = f"has format {found}, this program reads format {FORMAT}"
+            raise ConfigError(f"{file}: {problem}; use the version of this program that wrote it")
+        return _Saved.model_validate(content)
     except (FileNotFoundError, ValueError):
         return None
-    if saved.format != FORMAT:
-        problem = f"has format {saved.format}, this program reads format {FORMAT}"
-        raise ConfigError(f"{file}: {problem}; use the version of this program that wrote it")
-    return saved

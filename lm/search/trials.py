@@ -179,14 +179,21 @@ class Trial:
 
     def changes(self) -> list[str]:
         """Return in what its files differ from its point, and its starts from its inputs."""
+        sessions = list(read_records(self._run_dir.sessions, _Session))
+        has_results = bool(sessions or self.values())
         if not self.config.exists():
-            return []
+            return [f"{self.config.name}: is missing"] if has_results else []
         if self.refusal is not None:
             return list(self.refusal.problems)
-        found = strict_yaml.load_experiment(self.config)[0]
+        try:
+            found = strict_yaml.load_experiment(self.config)[0]
+        except ConfigError as error:
+            return list(error.problems)
         expected = {"hyperparameters": self._hyperparameters()}
         changes = [f"{self.config.name}: {each}" for each in differences(expected, found)]
-        for session in read_records(self._run_dir.sessions, _Session):
+        if has_results and not sessions:
+            changes.append(f"inputs: are unknown: {self._run_dir.sessions.name} names no start")
+        for session in sessions:
             if session.inputs is None:
                 changes.append("inputs: are unknown: an older version started it, or not lm.search")
             else:
