@@ -26,6 +26,7 @@ from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
 from lm.search.report import Row, Table
 from lm.search.search import Search
+from tests.soak_search import Soak
 from tests.support import REPOSITORY
 from tests.support.cluster.searcher import Halving
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
@@ -610,7 +611,7 @@ def test_search_names_what_makes_its_trials_incomparable(
 def test_search_limits_the_lines_on_one_trial() -> None:
     started_search(SMALL)
     edit_file("config.yaml", "hyperparameters:\n")
-    with pytest.raises(ConfigError, match="more$"):
+    with pytest.raises(ConfigError, match="more"):
         Search(Path("tiny.yaml"), []).save()
 
 
@@ -761,6 +762,11 @@ def test_search_ends_where_all_trials_are_refused_alike() -> None:
     assert "the first 3 trials were refused alike" in errors
     assert len(list(Path("runs/tiny").glob("trial-*"))) == 3
     assert not list(Path("runs/tiny").glob("trial-*/dropped"))
+
+
+@pytest.mark.slow
+def test_killed_searches_whose_data_change_rank_equal_trials() -> None:
+    Soak(Path.cwd(), random.Random(0)).run(2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,293 @@
+"""Kill searches at random moments while their data change, and check every ranking.
+
+    python -m tests.soak_search [COUNT] [--seed S]
+
+A search is started again and again, until COUNT starts were killed or stopped at a random moment.
+At random, one of its files has other content at the start, or gets it while the search runs, or
+`search.json` is deleted. Once it has ranked its trials, it is started once more, on any data, and
+then another search begins.
+
+A search that ranks must have, for each trial, the reports of an undisturbed search of the content
+that its first trial has read. A search that is refused must name a file that has changed.
+
+Exit code 1 after anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lm.errors import ConfigError
+from lm.fileio import Line, read_records
+from lm.metrics.records import Report
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY
+
+QUESTION = '{{"context": "a", "choices": ["b", "c"], "gold": {}}}\n'
+FILES = {
+    "train.txt": ("some text " * 300, "other text " * 300),
+    "val.txt": ("held out " * 300, "left over " * 300),
+    "own.jsonl": (QUESTION.format(0), QUESTION.format(1)),
+}
+"""the content of each at first, and after a change"""
+KEYS = {"train.txt": "train_data", "val.txt": "val_data", "own.jsonl": "eval_tasks"}
+EXPERIMENT: dict[str, Any] = {
+    "searcher": {
+        "name": "adaptive_asha",
+        "metric": "loss",
+        "time_metric": "batches",
+        "max_trials": 3,
+        "max_time": 6,
+        "max_rungs": 2,
+        "divisor": 2,
+        "mode": "aggressive",
+    },
+    "hyperparameters": TINY
+    | {
+        "dataset": "text",
+        "train_data": "train.txt",
+        "val_data": "val.txt",
+        "eval_tasks": ["own.jsonl"],
+        "vocab_size": 264,
+        "n_layers": 1,
+        "max_steps": 6,
+        "validation_rate": 3,
+        "validation_batches": 1,
+        "checkpoint_rate": 1,
+        "amp_dtype": None,
+        "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1},
+    },
+}
+CHANGED_AT_START, CHANGED_WHILE_RUNNING, FILE_LOST, UNTOUCHED = 0.3, 0.3, 0.1, 0.2
+"""Shares of the starts: the last one is of those that nothing ends early."""
+KINDS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
+LONGEST = 20.0
+"""seconds until a search is killed"""
+TIMEOUT = 600
+NOT_COMPARED = ("seconds", "second", "time", "memory", "mfu", "tokens_per")
+
+Variant = str | None
+"""which file has changed; None = none has"""
+Reports = dict[str, dict[int, dict[str, float]]]
+"""validation reports by trial and step"""
+
+
+class Session(Line, frozen=True):
+    """A line of sessions.jsonl."""
+
+    inputs: dict[str, Any]
+
+
+class SoakError(Exception):
+    """A search did not behave as it should."""
+
+
+def write_data(folder: Path, variant: Variant) -> None:
+    """Write the data, each file at once as a whole."""
+    for name, contents in FILES.items():
+        draft = folder / f"{name}.draft"
+        draft.write_text(contents[name == variant])
+        draft.replace(folder / name)
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Start the search in `folder`."""
+    (folder / "tiny.yaml").write_text(json.dumps(EXPERIMENT))
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lm.search", "tiny.yaml", "--parallel", "2"],
+        env=variables,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_reports(folder: Path) -> Reports:
+    """Return what the validations of all trials have measured."""
+    reports: Reports = {}
+    for file in sorted(folder.glob("runs/tiny/*/metrics.jsonl")):
+        of_trial = reports.setdefault(file.parent.name, {})
+        for report in read_records(file, Report):
+            if report.group == "validation":
+                metrics = report.__pydantic_extra__
+                of_trial[report.step] = {
+                    key: value
+                    for key, value in metrics.items()
+                    if not any(part in key for part in NOT_COMPARED)
+                }
+    return reports
+
+
+def read_inputs(folder: Path) -> list[Any]:
+    """Return the different inputs that trials have been started with."""
+    inputs: list[Any] = []
+    for file in sorted(folder.glob("runs/tiny/*/sessions.jsonl")):
+        for session in read_records(file, Session):
+            if session.inputs not in inputs:
+                inputs.append(session.inputs)
+    return inputs
+
+
+@dataclass
+class Soak:
+    """Searches in `root`, and what has come of their starts."""
+
+    root: Path
+    draw: random.Random
+    expected: dict[Variant, tuple[Any, Reports]] = field(default_factory=dict)
+    """inputs and reports of undisturbed searches"""
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    _n_searches: int = 0
+    _n_killed: int = 0
+
+    def reference(self, variant: Variant) -> tuple[Any, Reports]:
+        """Return the inputs and the reports of an undisturbed search."""
+        if variant not in self.expected:
+            folder = self.root / f"reference-{variant}"
+            folder.mkdir()
+            write_data(folder, variant)
+            search = start(folder)
+            output, errors = search.communicate(timeout=TIMEOUT)
+            if search.returncode:
+                raise SoakError(f"{folder}: {output}{errors}")
+            (inputs,) = read_inputs(folder)
+            self.expected[variant] = inputs, read_reports(folder)
+        return self.expected[variant]
+
+    def run(self, count: int) -> None:
+        """Start searches until `count` were killed or stopped."""
+        while self._n_killed < count:
+            folder = self.root / f"search-{self._n_searches}"
+            self._n_searches += 1
+            folder.mkdir()
+            while not self._run_once(folder):
+                pass
+            self._run_once(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # a killed search's trials may be saving
+
+    def _run_once(self, folder: Path) -> bool:
+        """Start a search, disturb it, and check its outcome. Return whether it has ranked."""
+        on_disk: list[Variant] = [self._choose(CHANGED_AT_START)]
+        write_data(folder, on_disk[0])
+        if self.draw.random() < FILE_LOST:
+            (folder / "runs/tiny/search.json").unlink(missing_ok=True)
+        search = start(folder)
+        killed = self._disturb(folder, search, on_disk)
+        try:
+            output, errors = search.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            search.kill()
+            raise SoakError(f"{folder}: still running") from None
+        outcome = self._judge(folder, search.returncode, output, errors, on_disk)
+        self._n_killed += killed is not None
+        self.outcomes[outcome if killed is None else f"{outcome}, {killed.name}"] += 1
+        if sys.stderr.isatty():
+            print(f"\r{self._n_killed}", end="\r", file=sys.stderr, flush=True)
+        return outcome == "ranked"
+
+    def _choose(self, share: float) -> Variant:
+        if self.draw.random() < share:
+            return self.draw.choice(list(FILES))
+        return None
+
+    def _disturb(
+        self, folder: Path, search: subprocess.Popen[str], on_disk: list[Variant]
+    ) -> signal.Signals | None:
+        """Change data and end the search at random moments. Return the signal; None = it ended."""
+        moments: list[tuple[float, signal.Signals | None]] = []
+        if self.draw.random() < CHANGED_WHILE_RUNNING:
+            moments.append((self.draw.uniform(0, LONGEST), None))
+        if self.draw.random() >= UNTOUCHED:
+            moments.append((self.draw.uniform(0, LONGEST), self.draw.choice(KINDS)))
+        began = time.monotonic()
+        for moment, signum in sorted(moments, key=lambda each: each[0]):
+            with suppress(subprocess.TimeoutExpired):
+                search.wait(max(0, began + moment - time.monotonic()))
+                return None
+            if signum is not None:
+                search.send_signal(signum)
+                return signum
+            on_disk.append(self._choose(0.5))
+            write_data(folder, on_disk[-1])
+        return None
+
+    def _judge(
+        self, folder: Path, code: int, output: str, errors: str, on_disk: list[Variant]
+    ) -> str:
+        """Return what a start of a search has done; raise SoakError if it should not have."""
+        shown = f"{folder}, data {on_disk}, code {code}: {output}{errors}"
+        if "Traceback" in errors or list(folder.glob("runs/tiny/*/dropped")):
+            raise SoakError(f"a traceback, or a trial was dropped: {shown}")
+        inputs = read_inputs(folder)
+        if len(inputs) > 1:
+            raise SoakError(f"trials of several inputs: {inputs}: {shown}")
+        if "best: " in output:
+            self._check_ranking(folder, inputs[0], shown)
+            return "ranked"
+        if code == ConfigError.exit_code:
+            seen = {*on_disk, *map(self._variant_of, inputs)}
+            changed = [KEYS[variant] for variant in seen if variant is not None]
+            if len(seen) == 1 or not any(f"{key}: was " in errors for key in changed):
+                raise SoakError(f"refused without a reason: {shown}")
+            return "refused"
+        if code in (0, -signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGTERM):
+            return "stopped"
+        raise SoakError(f"another exit code: {shown}")
+
+    def _check_ranking(self, folder: Path, inputs: Any, shown: str) -> None:
+        """Raise SoakError if a trial's reports are not those of an undisturbed search."""
+        expected = self.reference(self._variant_of(inputs))[1]
+        found = read_reports(folder)
+        for trial, reports in expected.items():
+            for step, report in reports.items():  # a trial that stops validates at others, too
+                if found[trial].get(step) != report:
+                    raise SoakError(f"{trial}, step {step}: {found} is not {expected}: {shown}")
+
+    def _variant_of(self, inputs: Any) -> Variant:
+        for variant in (None, *FILES):
+            if self.reference(variant)[0] == inputs:
+                return variant
+        raise SoakError(f"unknown inputs: {inputs}")
+
+
+def main() -> int:
+    """Run the command. Return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak_search", description="Kill searches while their data change."
+    )
+    parser.add_argument(
+        "count", nargs="?", type=int, default=50, help="interruptions (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="soak-search-"))
+    soak = Soak(root, random.Random(args.seed))
+    try:
+        soak.run(args.count)
+    except SoakError as error:
+        print(error)
+        return 1
+    shutil.rmtree(root, ignore_errors=True)
+    for outcome, number in sorted(soak.outcomes.items()):
+        print(f"{number:>6} {outcome}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
