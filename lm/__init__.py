@@ -20,6 +20,9 @@ Imports go down only, and parts on one floor do not import each other. A name is
 package. Inside a package, files import each other in one direction.
 """
 
-from lm.launch.requirements import check_requirements
+import sys
+
+from lm.launch.requirements import check_requirements, excepthook
 
 check_requirements()
+sys.excepthook = excepthook

@@ -28,6 +28,7 @@ from pydantic import Field
 
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
 from lm.fileio import Line, home_path, read_records
+from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
@@ -407,7 +408,7 @@ def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
             drawn = picture
             note = f" and {PICTURE}"
         except ImportError:
-            note = f" ({PICTURE} requires a package: pip install matplotlib)"
+            note = f" ({PICTURE} {requires('matplotlib')})"
     text.write_text(format_report(runs, drawn), encoding="utf-8")
     return f"{text}{note}"
 

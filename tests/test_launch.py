@@ -382,6 +382,54 @@ def test_command_without_torch_exits_with_2_and_one_line(module: str) -> None:
     assert re.fullmatch(r"torch: not installed for .*python.*; install .*\n", done.stderr)
 
 
+def hide_package(folder: Path, name: str) -> str:
+    """Return a PYTHONPATH with which the import of a package fails as if it was not installed."""
+    (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({name!r}, name={name!r})")
+    return f"{folder}:{REPOSITORY}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "module", "arguments"),
+    [
+        ("yaml", "fsdp", "--config config.yaml"),
+        ("pydantic", "fsdp", "--config config.yaml"),
+        ("determined", "fsdp", "--config config.yaml"),
+        ("google_crc32c", "fsdp", "--config config.yaml"),
+        ("filelock", "fsdp", "--config config.yaml"),
+        ("tensorboard", "fsdp", f"--config {REPOSITORY}/config.yaml max_steps=1"),
+        ("pydantic", "lm.checkpoint", "verify x"),
+        ("pydantic", "lm.config", ""),
+        ("tqdm", "lm.evaluate", "x"),
+        ("google_crc32c", "lm.generate", "x --prompt x"),
+        ("tokenizers", "lm.hf", "export x y"),
+        ("yaml", "lm.plan", "config.yaml"),
+        ("tqdm", "lm.prepare", "x y"),
+        ("pydantic", "lm.report", "x"),
+        ("yaml", "lm.search", "recipes/search.yaml"),
+    ],
+)
+def test_command_without_a_package_exits_with_2_and_one_line(
+    package: str, module: str, arguments: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", module, *arguments.split()]
+    variables = os.environ | {"PYTHONPATH": hide_package(tmp_path, package)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    remedy = r"pip install -r requirements\.txt"
+    assert re.fullmatch(rf"{package}: not installed for .*python.*; .*{remedy}.*\n", done.stderr)
+
+
+def test_import_that_is_not_of_a_package_has_its_traceback() -> None:
+    run = "import lm.units; from lm.units import missing"
+    command = [sys.executable, "-c", run]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
 @pytest.mark.parametrize("module", ["fsdp", "lm.generate", "lm.launch"])
 def test_windows_exits_with_2_and_one_line(module: str) -> None:
     windows = "sys.platform = 'win32'; sys.modules |= dict.fromkeys(['resource', 'fcntl'])"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import ConfigError, RunError
+from lm.launch.requirements import requires
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 RETRY_SECONDS = 120.0
@@ -72,9 +73,7 @@ class Bucket:
         try:
             files = fsspec.filesystem(scheme, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
         except ImportError:
-            raise ConfigError(
-                f"{self.url}: requires a package: pip install {PACKAGES[scheme]}"
-            ) from None
+            raise ConfigError(f"{self.url}: {requires(PACKAGES[scheme])}") from None
         except Exception as error:
             raise self._denied(error) from None
         self._files = DirFileSystem(root, files)

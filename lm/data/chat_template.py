@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from lm.data.files import error_text
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, read_bytes
+from lm.launch.requirements import requires
 
 REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
 """of messages; transformers copies one to the others"""
@@ -89,8 +90,7 @@ class ChatTemplate:
             import jinja2
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
-            problem = f"{self.name} requires a package: pip install transformers"
-            raise MissingPackageError(problem) from None
+            raise MissingPackageError(f"{self.name} {requires('transformers')}") from None
         # As in transformers: templates write null as the text None.
         messages = [
             {key: value for key, value in message.items() if value is not None}
@@ -152,8 +152,8 @@ def read_chat_template(name: str) -> ChatTemplate:
 def _find_trl_template(name: str) -> Path:
     templates = _find_trl_templates()
     if not templates:
-        problem = f"no such file in {Path.cwd()}, and TRL, which has templates, is not installed"
-        raise ConfigError(f"chat_template: {name}: {problem}: pip install trl")
+        problem = f"no such file in {Path.cwd()}, and a template of TRL {requires('trl')}"
+        raise ConfigError(f"chat_template: {name}: {problem}")
     if name not in templates:
         close = difflib.get_close_matches(name, templates, n=5, cutoff=0.5) or list(templates)
         problem = f"no such file in {Path.cwd()}, and no template of TRL"

@@ -26,6 +26,7 @@ from lm.data.signatures import (
     check_start,
 )
 from lm.errors import ConfigError, limit_problems
+from lm.launch.requirements import requires
 from lm.units import format_count
 
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
@@ -248,7 +249,7 @@ def _read_zst_blocks(path: Path) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(f"{path}: .zst files require a package: pip install zstandard") from None
+        raise ConfigError(f"{path}: {requires('zstandard')}") from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_MAX_WINDOW_BYTES)
     frame = None
     with path.open("rb") as file:

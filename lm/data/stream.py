@@ -30,6 +30,7 @@ from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
 from lm.data.tokens import next_token_sample
 from lm.data.worker import Worker
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.launch.requirements import requires
 from lm.seeds import derive_seed
 from lm.units import format_count
 
@@ -65,7 +66,7 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     try:
         import datasets
     except ImportError:
-        raise ConfigError("dataset: hf requires a package: pip install datasets") from None
+        raise ConfigError(f"dataset: hf {requires('datasets')}") from None
     datasets.disable_progress_bars()
     local = is_local(where)
     if not local:

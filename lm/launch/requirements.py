@@ -1,16 +1,24 @@
-"""What commands need of a machine, checked before anything is imported that may be missing."""
+"""What commands need of a machine, and the lines that name what is missing.
+
+PyTorch and NumPy are checked before they are imported. Of the other packages, a command needs those
+that it imports.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
 import sys
+import traceback
+from types import TracebackType
 
 from lm.errors import ConfigError
 from lm.launch.launch import is_rank0
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
+_INSTALL = "pip install -r requirements.txt -c constraints.txt"
+_OURS = ("lm", "model", "fsdp")
 
 
 def check_requirements() -> None:
@@ -35,12 +43,47 @@ def _system_problem() -> str | None:
 
 def _torch_problem() -> str | None:
     oldest = "{}.{}".format(*OLDEST_TORCH)
-    remedy = f"install {oldest} or newer: pip install -r requirements.txt -c constraints.txt"
+    remedy = f"install {oldest} or newer: {_INSTALL}"
     try:
         version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return f"torch: not installed for {sys.executable}; {remedy}"
+        importlib.metadata.version("numpy")  # without which the import of torch prints a warning
+    except importlib.metadata.PackageNotFoundError as error:
+        if error.name == "numpy":
+            remedy = f"install it: {_INSTALL}"
+        return f"{error.name}: not installed for {sys.executable}; {remedy}"
     numbers = [int(number) for number in re.findall(r"\d+", version)]
     if tuple(numbers[:2]) < OLDEST_TORCH:
         return f"torch: version {version} is too old; {remedy}"
     return None
+
+
+def requires(package: str) -> str:
+    """Return the end of an error: what lacks an optional package, and how to install it."""
+    return f"requires a package: pip install {package} (for {sys.executable})"
+
+
+def print_exception(error: Exception) -> int:
+    """Print an exception that nothing has caught: a traceback, or if an import failed, one line.
+
+    Returns:
+        The exit code.
+    """
+    name = getattr(error, "name", None) or ""
+    if not isinstance(error, ImportError) or name.partition(".")[0] in _OURS:
+        traceback.print_exception(error)
+        return 1
+    problem = f"{name or error}: not installed for {sys.executable}"
+    if not isinstance(error, ModuleNotFoundError):
+        problem = f"{error}: a package for {sys.executable} is damaged, or too old"
+    if is_rank0():
+        print(f"{problem}; install it: {_INSTALL}", file=sys.stderr)
+    return ConfigError.exit_code
+
+
+def excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Replace `sys.excepthook`: exit as `print_exception` says if an import failed."""
+    if isinstance(error, ImportError):
+        sys.exit(print_exception(error))
+    sys.__excepthook__(kind, error, trace)

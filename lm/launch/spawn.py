@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
@@ -29,6 +28,7 @@ from lm.errors import ConfigError, command, open_standard_streams
 from lm.launch.console import announce
 from lm.launch.launch import has_lost_torchrun
 from lm.launch.machine import has_gpu
+from lm.launch.requirements import print_exception
 from lm.launch.signals import handle_stop_signals
 
 GRACE = 1.0
@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `main` returns, or with 1 and a traceback.
+    """Exit with the code that `main` returns, or that of an exception, which is printed.
 
     Skips Python's cleanup, which takes seconds and would wait for a thread that writes a
     checkpoint. If torchrun started this process and is killed, the kernel sends SIGTERM.
@@ -51,9 +51,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     die_with_torchrun()
     try:
         code = main()
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except Exception as error:
+        code = print_exception(error)
     with contextlib.suppress(OSError):  # a full disk, or a closed pipe
         sys.stdout.flush()
     os._exit(code)

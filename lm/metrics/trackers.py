@@ -30,6 +30,7 @@ import determined as det
 
 from lm.errors import RunError, make_printable
 from lm.fileio import read_bytes, read_records, replace_durably
+from lm.launch.requirements import requires
 from lm.metrics.records import Report, Sample
 from lm.metrics.sinks import Record, Sink
 from lm.runtime.run_dir import RunDir
@@ -362,7 +363,7 @@ class Tracker(Sink):
         try:
             self._send_all(run)
         except ModuleNotFoundError as error:
-            self._turn_off(f"requires a package: pip install {error.name}")
+            self._turn_off(requires(error.name or str(error)))
         except RunError as error:
             self._turn_off(str(error))
         except Exception as error:

@@ -16,6 +16,7 @@ from lm.data.documents import Record, format_of, read_records, read_table, strea
 from lm.data.files import error_text, get_text
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
+from lm.launch.requirements import requires
 
 CHUNK_SIZE = 1 << 20
 """Bytes of input after which a chunk of complete documents is encoded; HDF5: ids read at once."""
@@ -149,7 +150,7 @@ def _read_library_table(name: str, path: Path, field: str) -> Iterator[Document]
     try:
         from datasets import logging
     except ImportError:
-        raise ConfigError(f"{path}: reading it requires a package: pip install datasets") from None
+        raise ConfigError(f"{path}: {requires('datasets')}") from None
     logging.set_verbosity(logging.CRITICAL)  # the errors below report the problem
     try:
         table: Any = stream_records([path], name)
@@ -174,7 +175,7 @@ def read_ids(
     try:
         import h5py
     except ImportError:
-        raise ConfigError(f"{path}: reading HDF5 requires a package: pip install h5py") from None
+        raise ConfigError(f"{path}: {requires('h5py')}") from None
     check_pointer(path)
     try:
         with h5py.File(path) as file:

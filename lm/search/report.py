@@ -14,6 +14,7 @@ from typing import Any
 
 from lm.errors import escape_control
 from lm.launch.console import format_elapsed
+from lm.launch.requirements import requires
 
 REPORT = "report.md"
 PICTURE = "report.png"
@@ -174,7 +175,7 @@ def write_report(
     try:
         draw(ranked, best, metric, picture)
     except ImportError:
-        note = f" ({PICTURE} requires a package: pip install matplotlib)"
+        note = f" ({PICTURE} {requires('matplotlib')})"
     lines = [f"# Search {directory.name}", ""]
     lines += [f"Best: {best.name}, {metric} {best.result()}. To train at its point:", ""]
     lines += [f"    {shlex.join(command)}", ""]

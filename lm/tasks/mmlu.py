@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.errors import ConfigError
+from lm.launch.requirements import requires
 from lm.tasks.task import Choice, Question
 
 _LETTERS = "ABCD"
@@ -73,7 +74,7 @@ def _read_records(split: Path) -> Iterator[Record]:
     try:
         import pyarrow
     except ImportError:
-        raise ConfigError("mmlu: its files require a package: pip install pyarrow") from None
+        raise ConfigError(f"mmlu: {requires('pyarrow')}") from None
     arrow: Any = pyarrow
     for path in sorted(split.glob("*.arrow")):
         with arrow.memory_map(str(path)) as file, arrow.ipc.open_stream(file) as stream:

