@@ -550,6 +550,7 @@ def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
         (["--tasks", "./hf"], "hf: is not a regular file"),
         (["--tasks", "x" * 5000 + ".jsonl"], "x.jsonl: File name too long"),
         (["own.jsonl", "--tasks", "own.jsonl"], "own.jsonl: is a file; name the directory"),
+        (["fifo.jsonl", "--tasks", "own.jsonl"], "fifo.jsonl: is a file; name the directory"),
         (["y" * 5000, "--tasks", "own.jsonl"], "File name too long"),
         (["--tasks", "own.jsonl", "--max-tokens", "0"], "--max-tokens"),
         (["--tasks", "own.jsonl", "--base", "hf"], "--base"),

@@ -34,7 +34,7 @@ def locate_checkpoint(where: Path | str) -> str:
         ConfigError: `where` is neither, or the run has not saved a checkpoint.
         CheckpointError: the run has checkpoints, but none is complete.
     """
-    if not is_url(where) and Path(where).is_file():
+    if not is_url(where) and Path(where).exists() and not Path(where).is_dir():
         problem = "is a file; name the directory of a checkpoint or a run"
         raise ConfigError(f"{where}: {problem}")
     candidates = store_at(where).resume_candidates()
