@@ -21,6 +21,7 @@ from filelock import FileLock
 from lm.determined.search import OTHER_INPUTS, differences
 from lm.errors import MAX_LINE, ConfigError, RunError
 from lm.launch.signals import STOP_SIGNALS
+from lm.runtime.run_dir import FIRST_CHECKPOINT
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
@@ -552,6 +553,7 @@ def started_search(hyperparameters: Mapping[str, Any], *overrides: str) -> Searc
     write_lines(trial.path / "sessions.jsonl", session)
     result = {"group": "validation", "step": 8, "time": 1.0, "loss": 2.0}
     write_lines(trial.path / "metrics.jsonl", result)
+    (trial.path / FIRST_CHECKPOINT).write_text("checkpoint")
     search.require_unchanged(*search.trials)
     return search
 
@@ -590,6 +592,7 @@ def edit_inputs(change: Mapping[str, str]) -> None:
         (lambda: edit_config("n_layers", None), "n_layers: was 1, is now null"),
         (lambda: edit_file("config.yaml", None), "config.yaml: is missing"),
         (lambda: edit_file("config.yaml", "a: ["), "trial-1/config.yaml:1"),
+        (lambda: edit_file("metrics.jsonl", None), "metrics.jsonl: is missing"),
         (lambda: edit_file("sessions.jsonl", None), "inputs: are unknown"),
         (lambda: edit_file("sessions.jsonl", "damaged\n"), "inputs: are unknown"),
         (lambda: edit_file("sessions.jsonl", '{"step": 0, "inputs": 3}\n'), "inputs: are unknown"),
@@ -750,6 +753,21 @@ def test_trial_does_not_resume_from_a_checkpoint_of_other_data() -> None:
     assert resumed.returncode == ConfigError.exit_code
     assert OTHER_INPUTS in resumed.stderr
     assert "val_data: " in resumed.stderr
+
+
+@pytest.mark.slow
+def test_complete_trial_whose_result_is_lost_is_not_dropped() -> None:
+    write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01})
+    first = start_search()
+    _, errors = first.communicate(timeout=300)
+    assert first.returncode == 0, errors
+    metrics = Path("runs/tiny/trial-1/metrics.jsonl")
+    metrics.write_text("")
+    rerun = start_search()
+    _, errors = rerun.communicate(timeout=300)
+    assert rerun.returncode == ConfigError.exit_code
+    assert "trial-1 is complete: its metrics.jsonl lacks step 8" in errors
+    assert not (metrics.parent / "dropped").exists()
 
 
 @pytest.mark.slow

@@ -223,9 +223,12 @@ class Runner:
     def _count_failure(self, process: TrialProcess) -> None:
         """Drop a trial that has ended before its rung more than `max_restarts` times."""
         trial = process.trial
+        step = trial.settings.step_of(process.rung)
+        if process.exit_code() == 0 and not process.has_trained():
+            self._end(f"{trial.name} is complete", f"its metrics.jsonl lacks step {step}")
+            return
         n_failures = self._n_failures.get(trial.name, 0) + 1
         self._n_failures[trial.name] = n_failures
-        step = trial.settings.step_of(process.rung)
         problem = f"ended with code {process.exit_code()} before step {step}"
         if n_failures > self._search.experiment.max_restarts:
             self._drop(trial, f"{problem}, {n_failures} times: {trial.last_errors()}")

@@ -26,7 +26,7 @@ from lm.errors import ConfigError, make_printable
 from lm.fileio import Line, open_regular, read_bytes, read_records, replace_durably
 from lm.launch.spawn import die_with_parent
 from lm.metrics.records import Report
-from lm.runtime.run_dir import RunDir, is_locked, make_directory
+from lm.runtime.run_dir import FIRST_CHECKPOINT, RunDir, is_locked, make_directory
 from lm.search.experiment import Point
 from lm.search.halving import DROPPED
 
@@ -191,6 +191,8 @@ class Trial:
             return list(error.problems)
         expected = {"hyperparameters": self._hyperparameters()}
         changes = [f"{self.config.name}: {each}" for each in differences(expected, found)]
+        if (self.path / FIRST_CHECKPOINT).exists() and not self._run_dir.metrics.exists():
+            changes.append(f"{self._run_dir.metrics.name}: is missing")
         if has_results and not sessions:
             changes.append(f"inputs: are unknown: {self._run_dir.sessions.name} names no start")
         for session in sessions:
