@@ -25,4 +25,5 @@ import sys
 from lm.launch.requirements import check_requirements, excepthook
 
 check_requirements()
-sys.excepthook = excepthook
+if sys.argv[0] == "-m" or sys.argv[0].endswith("fsdp.py"):  # a command, and not a notebook
+    sys.excepthook = excepthook

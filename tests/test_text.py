@@ -109,7 +109,7 @@ def test_train_data_null_is_the_standard_librarys_source() -> None:
     names = {path.name for path in files}
     assert {"argparse.py", "ast.py", "decoder.py"} <= names
     assert not [path for path in files if "test" in path.parts or "site-packages" in path.parts]
-    tokens, ends = read_text(files, TOKENIZER)
+    tokens, ends, _ = read_text(files, TOKENIZER)
     assert len(tokens) > 5_000_000
     assert (tokens == END).sum() == len(ends) == sum(path.stat().st_size > 0 for path in files)
 
@@ -158,7 +158,7 @@ def test_find_files_calls_a_directory_without_files_one(tmp_path: Path) -> None:
 def test_text_files_end_with_end_of_text(tmp_path: Path) -> None:
     names = ["ü.txt", *(f"{letter}.txt" for letter in "abcdefghij")]
     one, two = (write(tmp_path / folder, *names) for folder in ("one", "two"))
-    tokens, ends = read_text(one, TOKENIZER)
+    tokens, ends, _ = read_text(one, TOKENIZER)
     assert (tokens[ends - 1] == END).all()
     assert len(ends) == len(names)
     assert tokens[-1] == END
