@@ -88,7 +88,7 @@ def test_invalid_file_name_in_a_hyperparameter_is_refused(
         (fsdp.main, ["init_from=~/a"]),
         (fsdp.main, ["resume=~/a"]),
     ],
-    ids=str,
+    ids=lambda value: value.__module__ if callable(value) else str(value),
 )
 def test_paths_of_commands_can_start_with_the_home_directory(
     main: Callable[[list[str]], int],
