@@ -1,0 +1,149 @@
+"""NF4: linear layers whose frozen weights have four bits each (Dettmers et al., QLoRA, 2023).
+
+Each 64 consecutive weights of a row are a block: a float32 scale, their largest magnitude, and the
+index of the nearest of 16 levels, the quantiles of a normal distribution, for each divided by it.
+So a weight takes 4.5 bits. bitsandbytes computes the same bits; its double quantization of the
+scales, which would save 0.37 bits, is left out.
+
+The weight `(out, in)` is one parameter of bytes, `(out, 9 in / 16)`: in each row first the indices,
+two in a byte, the first in its high bits, then the scales. FSDP shards it by rows, as any other,
+all-gathers the bytes and casts none, as it casts only floating-point parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 64
+"""Weights per scale."""
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+BLOCK_BYTES = 16 << 20
+"""Of float32 values that are dequantized at a time, unless compiled: little next to a weight."""
+
+
+def packed_width(inner: int) -> int:
+    """Return the bytes of a row of `inner` weights, a multiple of `BLOCK`."""
+    return inner // 2 + inner // BLOCK * 4
+
+
+def inner_width(packed_width: int) -> int:
+    """Return the weights in a row of `packed_width` bytes."""
+    return packed_width * 16 // 9
+
+
+def quantize(weight: Tensor) -> Tensor:
+    """Return the bytes of rows of weights `(rows, in)`, `(rows, 9 in / 16)`."""
+    levels = torch.tensor(LEVELS, device=weight.device)
+    midpoints = (levels[:-1] + levels[1:]) / 2
+    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(dim=-1)
+    # As bitsandbytes does: times the reciprocal, and blocks of zeros are not divided by zero.
+    normalized = blocks * (1 / scales.clamp(min=1e-38))[..., None]
+    indices = torch.bucketize(normalized, midpoints, out_int32=True).flatten(1).byte()
+    pairs = (indices[:, ::2] << 4) | indices[:, 1::2]
+    return torch.cat([pairs, scales.view(torch.uint8)], dim=-1)
+
+
+@functools.cache
+def _level_pairs(device: torch.device) -> Tensor:
+    """Return the two levels of each byte, `(256, 2)`."""
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.cartesian_prod(levels, levels)
+
+
+def _look_up(pairs: Tensor) -> Tensor:
+    """Return the levels of bytes `(rows, in / 2)`, `(rows, in)`."""
+    if not torch.compiler.is_compiling():
+        return F.embedding(pairs.int(), _level_pairs(pairs.device)).flatten(1)
+    # One kernel, without a table in memory.
+    shifts = 4 - 4 * torch.arange(2, dtype=torch.uint8, device=pairs.device)
+    indices = (pairs[..., None] >> shifts) & 15
+    levels = torch.full_like(indices, LEVELS[0], dtype=torch.float32)
+    for index, level in enumerate(LEVELS[1:], start=1):
+        levels = torch.where(indices == index, level, levels)
+    return levels.flatten(1)
+
+
+def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weights `(rows, in)` of the bytes of `quantize`."""
+    if torch.compiler.is_compiling():
+        return _dequantize_rows(packed).to(dtype)
+    n_rows, width = packed.shape
+    inner = inner_width(width)
+    weight = torch.empty(n_rows, inner, dtype=dtype, device=packed.device)
+    step = max(1, BLOCK_BYTES // (4 * inner))
+    for rows, target in zip(packed.split(step), weight.split(step), strict=True):
+        target.copy_(_dequantize_rows(rows))
+    return weight
+
+
+def _dequantize_rows(packed: Tensor) -> Tensor:
+    n_pairs = packed.shape[1] * 8 // 9
+    levels = _look_up(packed[:, :n_pairs])
+    scales = packed[:, n_pairs:].contiguous().view(torch.float32)
+    blocks = levels.unflatten(1, (-1, BLOCK)) * scales[..., None]
+    return blocks.flatten(1)
+
+
+class _Product(torch.autograd.Function):
+    """`F.linear` that saves for backward the bytes of a weight, and not its values."""
+
+    @staticmethod
+    def forward(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, dequantize(packed, x.dtype), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, packed, _ = inputs
+        ctx.save_for_backward(packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (packed,) = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            # Otherwise the compiler finds that forward has the same values, and saves them.
+            packed = packed ^ 0
+        return grad @ dequantize(packed, grad.dtype), None, None
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `F.linear` of `x` and the dequantized weight, in the dtype of `x`."""
+    return cast(Tensor, _Product.apply(x, packed, bias))
+
+
+class NF4Linear(nn.Linear):
+    """A frozen linear layer of the shape of `layer`, whose weight is bytes of no values yet."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        width = packed_width(layer.in_features)
+        packed = layer.weight.new_empty(layer.out_features, width, dtype=torch.uint8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        return linear(x, self.weight, self.bias)
