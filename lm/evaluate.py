@@ -2,6 +2,7 @@
 
     python -m lm.evaluate MODEL [MODEL ...] --tasks TASK [TASK ...] [--limit N] [--max-tokens N]
                           [--json] [--dtype float32|bfloat16|float16] [--base DIRECTORY]
+                          [--unquantized]
     python -m lm.launch -m lm.evaluate ...
 
 MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, or a name on the
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from lm.errors import ConfigError, RunError, command, escape_control
 from lm.fileio import home_path
 from lm.hf import weights
-from lm.hf.base import open_model
+from lm.hf.base import UNQUANTIZED_HELP, open_model
 from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
@@ -50,7 +51,7 @@ def score_model(
 ) -> Results:
     """Return the results of the model `source`, on every rank."""
     with world.all_or_none():
-        model, tokenizer = open_model(source, world.device, args.dtype, args.base)
+        model, tokenizer = open_model(source, world.device, args.dtype, args.base, args.unquantized)
         config = model.config
         if args.max_tokens is not None:
             shorter = min(args.max_tokens, config.max_seq_len)
@@ -142,6 +143,7 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     dtypes = weights.WEIGHT_DTYPES
     add("--dtype", choices=dtypes, default="float32", help="to compute in (%(default)s)")
     add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    add("--unquantized", action="store_true", help=UNQUANTIZED_HELP)
     args = parser.parse_args(arguments)
     problems: list[str] = []
     if args.limit is not None and args.limit < 1:

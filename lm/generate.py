@@ -30,7 +30,7 @@ from lm import sampling
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, error_prefix, escape_control
 from lm.fileio import home_path
-from lm.hf.base import open_model
+from lm.hf.base import UNQUANTIZED_HELP, open_model
 from lm.hf.weights import WEIGHT_DTYPES
 from lm.launch.launch import is_thread_count_set
 from lm.launch.machine import usable_cores
@@ -318,6 +318,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     dtype_help = "dtype of the weights and of all computations (%(default)s)"
     add("--dtype", choices=WEIGHT_DTYPES, default="float32", help=dtype_help)
+    add("--unquantized", action="store_true", help=UNQUANTIZED_HELP)
     args = parser.parse_args(arguments)
 
     problems: list[str] = []
@@ -365,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not is_thread_count_set():
         torch.set_num_threads(usable_cores())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = open_model(args.checkpoint, device, args.dtype, args.base)
+    model, tokenizer = open_model(args.checkpoint, device, args.dtype, args.base, args.unquantized)
     if args.chat:
         chat(model, tokenizer, args)
         return 0

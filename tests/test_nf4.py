@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import struct
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lm.training import nf4
+from lm import evaluate, generate
+from lm.checkpoint.manifest import read_manifest
+from lm.checkpoint.tensor_files import read_headers
+from lm.config import Hyperparameters
+from lm.errors import ConfigError
+from lm.hf import __main__ as hf_main
+from lm.hf import base as hf_base
+from lm.hf import families, weights
+from lm.training import lora, nf4, parallelize
+from model import Transformer
+from tests.support import REPOSITORY
+from tests.support.hf import (
+    GPT2,
+    LLAMA,
+    add_tokenizer,
+    make_reference,
+    read_with_model_defaults,
+    train_reference,
+)
+from tests.support.parallelism import STRATEGIES, train_each
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
+    checkpoints_by_step,
+    read_exact_metrics,
+    read_reports,
+    run_fsdp,
+)
 
 # ---- the arithmetic
 
@@ -133,3 +165,308 @@ def test_backward_needs_no_dense_weight(is_compiled: bool) -> None:
     assert max(shape.numel() for shape in saved) == first.weight.numel()
     torch.testing.assert_close(y, compute(x), atol=2e-2, rtol=0)
     torch.testing.assert_close(grad, torch.autograd.grad(compute(x).sum(), x)[0], atol=2e-2, rtol=0)
+
+
+# ---- a run
+
+TRAINING: dict[str, Any] = {
+    "lora_rank": 4,
+    "base_dtype": "nf4",
+    "max_steps": 4,
+    "report_rate": 1,
+    "validation_rate": 4,
+    "validation_batches": 1,
+    "checkpoint_rate": 100,
+    "total_batch_size": 8,
+    "batch_size": 2,
+    "max_seq_len": 32,
+    "lr": 1e-2,
+    "grad_clip": 1.0,
+    "amp_dtype": None,
+    "seed": 7,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA
+    | {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "vocab_size": 300,
+    },
+    "gpt2": GPT2 | {"n_embd": 64, "vocab_size": 300, "n_positions": 32},
+}
+"""Models of which 64 divides the inputs of all layers, and three ranks not their outputs."""
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of small models in transformers' format, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("bases")
+    for name, raw in MODELS.items():
+        make_reference(raw).save_pretrained(folder / name)
+        add_tokenizer(folder / name, 280)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def settings(base: Path, **changes: Any) -> dict[str, Any]:
+    """Hyperparameters of a run on `base`, with the keys of its model."""
+    its_keys = weights.model_defaults(str(base))
+    del its_keys["tokenizer"]
+    return its_keys | TRAINING | {"init_from": str(base)} | changes
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"sharding": name} for name in STRATEGIES},
+    "accumulate": {"batch_size": 1},
+    "one-unit": {"layer_wrap": False},
+    "recompute": {"activation_checkpointing": "full"},
+    "recompute-some": {"activation_checkpointing": "selective"},
+    "offload": {"cpu_offload": True},
+    "offload-activations": {"activation_offload": True},
+    "recompute-and-offload": {"activation_offload": True, "activation_checkpointing": "full"},
+    "some-layers": {"lora_targets": ["q_proj", "down_proj"]},
+}
+
+
+@pytest.mark.slow
+def test_runs_on_nf4_train_as_one_process_does(bases: dict[str, Path], tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    base = settings(bases["llama"])
+    some = base | OPTIONS["some-layers"]
+    gpt2 = settings(bases["gpt2"], dropout=0.0)
+    bfloat16 = {"amp_dtype": "bfloat16"}
+    alone = {"one": base, "some-layers": some, "gpt2": gpt2, "16-bits": base | {"base_dtype": None}}
+    one = run_ranks(1, train_each, folder, alone, {})[0]
+    two = {name: base | changes for name, changes in (OPTIONS | {"bfloat16": bfloat16}).items()}
+    found = run_ranks(2, train_each, folder, two | {"gpt2": gpt2}, {})[0]
+    assert found.pop("bfloat16") == pytest.approx(one["one"], rel=2e-2)
+    for name, losses in found.items():
+        assert losses == pytest.approx(one.get(name, one["one"]), rel=1e-6), name
+    assert one["16-bits"] != pytest.approx(one["one"], rel=1e-4)
+    groups = {"sharding": "hybrid-full-shard", "shard_group_size": 2, "batch_size": 1}
+    four = run_ranks(4, train_each, folder, {"four": base, "groups": base | groups}, {})[0]
+    for name, losses in four.items():
+        assert losses == pytest.approx(one["one"], rel=1e-6), name
+
+
+@pytest.mark.slow
+def test_rows_that_three_ranks_cannot_share_evenly(bases: dict[str, Path], tmp_path: Path) -> None:
+    run = settings(bases["llama"], batch_size=1, total_batch_size=9)
+    one = run_ranks(1, train_each, str(tmp_path), {"one": run}, {})[0]
+    three = run_ranks(3, train_each, str(tmp_path), {"three": run}, {})[0]
+    assert three["three"] == pytest.approx(one["one"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_compiled_runs_on_nf4_train_the_same(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = settings(bases["llama"])
+    runs = {"eager": base, "compiled": base | {"compile": True}}
+    losses = run_ranks(1, train_each, str(tmp_path), runs, {})[0]
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-5)
+
+
+def train_with_peft(hp: Hyperparameters, base: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and adapters of PEFT on bitsandbytes' layers, from our initial values."""
+    import peft
+
+    quantization = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=False,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base, attn_implementation="eager", quantization_config=quantization, dtype=torch.float32
+    )
+    options: dict[str, Any] = {
+        "r": hp.lora.lora_rank,
+        "lora_alpha": hp.lora.lora_alpha,
+        "target_modules": "all-linear",
+    }
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    parameters = dict(model.named_parameters())
+    trained: dict[str, Tensor] = {}
+    places, _ = families.map_parameters(families.FAMILIES["llama"], hp.model)
+    ours = lora.add_adapters(Transformer(hp.model), hp.lora, None)
+    parallelize.initialize_parameters(ours, 7)
+    for name, values in lora.trained_parameters(ours).items():
+        layer, _, matrix = name.removesuffix(".weight").rpartition(".")
+        theirs = places[f"{layer}.weight"].name.removesuffix(".weight")
+        trained[name] = parameters[f"base_model.model.{theirs}.{matrix}.default.weight"]
+        trained[name].data.copy_(values)
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=hp.optim.lr, weight_decay=hp.optim.weight_decay
+    )
+    losses = train_reference(model, optimizer, hp, 7)
+    return losses, trained
+
+
+@pytest.mark.slow
+def test_runs_on_nf4_train_as_peft_on_bitsandbytes(bases: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3)
+    run_fsdp(tmp_path, ranks=2, config=hyperparameters, code=0)
+    hp = read_with_model_defaults(hyperparameters)
+    expected, adapters = train_with_peft(hp, bases["llama"])
+    losses = [report["loss"] for report in read_reports(tmp_path).values()]
+    assert losses == pytest.approx(expected, abs=2e-6)
+    checkpoint = checkpoints_by_step(tmp_path)[20]
+    ours = hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
+    assert ours.keys() == adapters.keys()
+    for name, tensor in adapters.items():
+        # AdamW divides by gradients, of which some are almost zero.
+        distance = torch.dist(ours[name], tensor.detach())
+        assert distance < 1e-3 * tensor.norm(), name
+
+
+# ---- checkpoints, export, generation
+
+
+@pytest.fixture(scope="module")
+def trained(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run of six steps, without a stop."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_fsdp(folder, ranks=2, config=resumable(bases), code=0)
+    return folder
+
+
+def resumable(bases: dict[str, Path]) -> dict[str, Any]:
+    text = {"train_data": str(REPOSITORY / "model.py"), "val_data": str(REPOSITORY / "fsdp.py")}
+    return settings(bases["llama"], dataset="text", max_steps=6, checkpoint_rate=3) | text
+
+
+@pytest.mark.slow
+def test_nf4_run_resumes_exactly_and_only_on_nf4(
+    bases: dict[str, Path], trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
+    checkpoint = checkpoints_by_step(trained)[6]
+    manifest = read_manifest(checkpoint)
+    assert manifest.base is not None
+    assert manifest.base.files == hf_base.compute_checksums(bases["llama"])
+    names = read_headers(checkpoint / name for name in manifest.files if "model-" in name)
+    assert all(".lora_" in name for name in names)
+    shutil.rmtree(checkpoints_by_step(tmp_path)[6])
+    other = run_fsdp(tmp_path, "base_dtype=null", config=resumable(bases), code=2)
+    assert 'base_dtype: "nf4" in the checkpoint, now null' in other.stderr
+    done = run_fsdp(tmp_path, ranks=2, config=resumable(bases), code=0)
+    assert ", step 3\n" in done.stdout
+    assert read_exact_metrics(tmp_path) == read_exact_metrics(trained)
+
+
+def dense_model(bases: dict[str, Path], checkpoint: Path, is_quantized: bool) -> Transformer:
+    """The model of a checkpoint in a plain loop: a base, quantized or not, plus B A."""
+    adapters = hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
+    source = weights.open_model(bases["llama"])
+    model = Transformer(source.config)
+    weights.read_directory(bases["llama"], model)
+    for name, parameter in model.named_parameters():
+        if is_quantized and name.startswith("blocks.") and parameter.ndim == 2:
+            packed = nf4.quantize(parameter.detach())
+            parameter.data.copy_(nf4.dequantize(packed, torch.float32))
+        adapters.merge(name, parameter.data)
+    return model.eval()
+
+
+@pytest.mark.slow
+def test_commands_compute_with_the_quantized_base_unless_told_otherwise(
+    bases: dict[str, Path], trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoints_by_step(trained)[6]
+    tokens = torch.arange(20)[None]
+    logits: dict[bool, Tensor] = {}
+    for unquantized in (False, True):
+        model, _ = hf_base.load_model(checkpoint, torch.device("cpu"), unquantized=unquantized)
+        with torch.no_grad():
+            logits[unquantized] = model.eval()(tokens)
+            expected = dense_model(bases, checkpoint, not unquantized)(tokens)
+        torch.testing.assert_close(logits[unquantized], expected, atol=1e-5, rtol=0)
+    assert (logits[False] - logits[True]).abs().max() > 1e-2
+
+    texts: list[str] = []
+    for option in ([], ["--unquantized"], ["--base", str(bases["llama"])]):
+        command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "20", *option]
+        assert generate.main(command) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[2]
+
+
+@pytest.mark.slow
+def test_evaluation_on_nf4_is_that_of_the_run(
+    bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = {"context": "class", "choices": [" Transformer", " of"], "gold": 0}
+    (tmp_path / "task.jsonl").write_text(json.dumps(question) + "\n")
+    tasks = ["--tasks", str(tmp_path / "task.jsonl"), "--json"]
+    checkpoint = str(checkpoints_by_step(trained)[6])
+    found: list[float] = []
+    for option in ([], ["--unquantized"]):
+        assert evaluate.main([checkpoint, *tasks, *option]) == 0
+        (of_tasks,) = json.loads(capsys.readouterr().out).values()
+        found.append(of_tasks["task"]["bpb"])
+    run = resumable(bases) | {"eval_tasks": [str(tmp_path / "task.jsonl")], "max_steps": 7}
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    run_fsdp(tmp_path, "lr=1e-30", config=run, code=0)
+    *_, report = read_reports(tmp_path, "validation").values()
+    assert found[0] == pytest.approx(report["eval_task_bpb"], rel=1e-5)
+    assert found[1] != pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_export_merges_into_the_original_base_and_says_so(
+    bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(trained / "runs" / "test")
+    assert hf_main.main(["export", run, str(tmp_path / "merged")]) == 0
+    assert "adapters trained on an NF4 base" in capsys.readouterr().err
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    tokens = torch.arange(20)[None]
+    expected = dense_model(bases, checkpoints_by_step(trained)[6], is_quantized=False)(tokens)
+    torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-5, rtol=0)
+    assert hf_main.main(["export", run, str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert "merged" not in capsys.readouterr().err
+    adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(adapters) == 4 * 7 * 2
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"lora_rank": None}, ["base_dtype: needs lora_rank"]),
+        ({"base_dtype": "fp4"}, ['base_dtype: "fp4" is not nf4 or null']),
+        ({"load_in_4bit": True}, ["load_in_4bit: .*base_dtype"]),
+        ({"float8": "rowwise"}, ["float8: rowwise .*lora_rank: 4"]),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_nf4_are_refused(
+    changes: dict[str, Any], parts: list[str], bases: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_with_model_defaults(settings(bases["llama"]) | changes)
+    for problem, part in zip(refused.value.problems, parts, strict=True):
+        assert re.search(part, problem)
+
+
+def test_shapes_that_64_does_not_divide_are_refused(tmp_path: Path) -> None:
+    make_reference(MODELS["llama"] | {"intermediate_size": 96}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        read_with_model_defaults(settings(tmp_path))
+    (problem,) = refused.value.problems
+    assert re.search(r"base_dtype: nf4: 96 inputs of down_proj \(64 x 96\) .*64; ", problem)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "mxfp4"])
+def test_quantized_folders_are_refused_with_the_16_bit_one(method: str, tmp_path: Path) -> None:
+    make_reference(MODELS["llama"]).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"{method} .*original .*base_dtype: nf4"):
+        weights.open_model(tmp_path)

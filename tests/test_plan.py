@@ -91,6 +91,7 @@ GLM4 = LLAMA | {
     "logits_scaling": 2.0,
 }
 LORA = LLAMA | {"lora_rank": 8, "init_from": "base"}
+NF4 = LORA | {"base_dtype": "nf4"}
 ACCUMULATED = {"total_batch_size": 24}
 
 STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -115,6 +116,8 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GEMMA3, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
     (LORA, {"sharding": "grad-shard", "activation_checkpointing": "full"} | ACCUMULATED),
     (LORA, {"sharding": "full-shard"}),
+    (NF4, {"sharding": "full-shard", "activation_checkpointing": "full"} | ACCUMULATED),
+    (NF4, {"sharding": "grad-shard"}),
     (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),
     (LLAMA, {"sharding": "no-shard", "optimizer": "muon"}),
 ]

@@ -30,8 +30,12 @@ from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.adapters import ADAPTER_CONFIG, ADAPTER_FILE, base_of, is_adapter
 from lm.runtime.world import World
+from lm.training import lora
 from lm.training.lora import Adapters
 from model import Transformer
+
+UNQUANTIZED_HELP = "merge adapters into their base as it is, where training had it in base_dtype"
+"""of the option of commands that compute with a checkpoint"""
 
 
 def find_base(source: str, world: World) -> Base:
@@ -187,10 +191,37 @@ def load_merged_model(
     return model
 
 
-def load_model(
+def load_trained_model(
     directory: Path, device: torch.device, base_dir: Path | None = None
+) -> Transformer:
+    """Return the model of a checkpoint as it was trained, with adapters on a base in `base_dtype`.
+
+    Args and Raises: see `load_merged_model`.
+    """
+    manifest = read_manifest(directory)
+    config = model_of(directory, manifest)
+    adapters = lora_config(directory, manifest, config)
+    if manifest.base is None or adapters.base_dtype is None:
+        return load_merged_model(directory, device, base_dir)  # which computes the same
+    opened = open_base(manifest.base, base_dir)
+    with torch.device("meta"):
+        model = lora.add_adapters(Transformer(config), adapters, None)
+    model.to_empty(device=device)
+    weights.read_directory(opened, model)
+    load_weights(directory, lora.trained_parameters(model))
+    return model
+
+
+def load_model(
+    directory: Path,
+    device: torch.device,
+    base_dir: Path | None = None,
+    unquantized: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
-    """Return the model and the tokenizer of a checkpoint; see `load_merged_model`.
+    """Return the model and the tokenizer of a checkpoint; see `load_trained_model`.
+
+    Args:
+        unquantized: merge adapters into their base as it is, whatever `base_dtype` is.
 
     Raises:
         CheckpointError: it is incomplete or damaged.
@@ -206,7 +237,8 @@ def load_model(
         manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
     )
     tokenizer.limit_ids(model_of(directory, manifest).vocab_size)
-    return load_merged_model(directory, device, base_dir), tokenizer
+    load = load_merged_model if unquantized else load_trained_model
+    return load(directory, device, base_dir), tokenizer
 
 
 def open_model(
@@ -214,6 +246,7 @@ def open_model(
     device: torch.device | str = "cpu",
     dtype: str = "float32",
     base_dir: Path | None = None,
+    unquantized: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """Return the model and the tokenizer of a run, a checkpoint or a Hugging Face model.
 
@@ -221,8 +254,9 @@ def open_model(
         source: a directory, a URL, or for Hugging Face also OWNER/MODEL; of a run, its newest
             checkpoint is opened.
         dtype: of the weights: a key of `WEIGHT_DTYPES`.
-        base_dir: a copy of the base of LoRA adapters, which are merged into it; None = where it was
-            in training.
+        base_dir: a copy of the base of LoRA adapters, which are merged into it unless it was
+            quantized; None = where it was in training.
+        unquantized: see `load_model`.
 
     Raises:
         ConfigError: there is none at `source`, it has no tokenizer, or no use for `base_dir`.
@@ -234,7 +268,7 @@ def open_model(
     device = torch.device(device)
     weight_dtype = weights.WEIGHT_DTYPES[dtype]
     if not weights.is_model(source):
-        model, tokenizer = load_model(find_checkpoint(source), device, base_dir)
+        model, tokenizer = load_model(find_checkpoint(source), device, base_dir, unquantized)
         return model.to(weight_dtype), tokenizer
     if base_dir is not None:
         raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")

@@ -69,9 +69,14 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         ConfigError: the model cannot be represented exactly; lists every key that prevents it.
     """
     if raw.get("quantization_config"):
+        method = ""
+        if isinstance(raw["quantization_config"], dict):
+            method = f" ({raw['quantization_config'].get('quant_method')} here)"
         raise ConfigError(
-            f"{where}: quantization_config: quantized models are not supported; use the original"
-            " model, or load this one with transformers, dequantize() and save_pretrained() it"
+            f"{where}: quantization_config: quantized models{method} are not supported; use the"
+            " original model in 16 bits, of which a run can quantize the weights (lora_rank with"
+            " base_dtype: nf4), or load this one with transformers, dequantize() and"
+            " save_pretrained() it"
         )
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

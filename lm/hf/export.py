@@ -105,6 +105,9 @@ def export_model(
     if manifest.base is not None:
         weights_dir = open_base(manifest.base, base_dir)
         adapters = read_adapters(directory, manifest)
+        if adapters.config.base_dtype is not None:
+            remedy = "--adapter writes them alone, for PEFT on a base in NF4"
+            warn(f"adapters trained on an NF4 base are merged into the original one; {remedy}")
     sources = find_weights(weights_dir, config).sources
     weights = _Weights(config, sources, adapters, places, shapes, WEIGHT_DTYPES[dtype])
     with _make_draft(out, weights.n_bytes) as draft:

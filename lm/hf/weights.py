@@ -20,6 +20,7 @@ from lm.checkpoint.contents import find_tensors, match_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.tensor_files import (
+    READ_BYTES,
     Source,
     TensorSlice,
     full_shape,
@@ -36,6 +37,7 @@ from lm.hf.families import Family
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
 from lm.shards import local_rows
+from lm.training import nf4
 from lm.units import format_bytes
 from model import ModelConfig, Transformer
 
@@ -239,13 +241,28 @@ def read_directory(directory: Path, model: Transformer) -> Sequence[str]:
     parameters = dict(model.named_parameters())
     sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
-        read_into(parameters[name], source)
+        if parameters[name].dtype == torch.uint8:
+            _read_quantized(parameters[name], source)
+        else:
+            read_into(parameters[name], source)
     if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
             f"{directory}: {CONFIG_FILE} ties lm_head.weight to the embedding, but the files have a"
             f" different one; set tie_word_embeddings: false in {CONFIG_FILE} to use it"
         )
     return unused
+
+
+def _read_quantized(tensor: Tensor, source: Source) -> None:
+    """Fill this rank's rows of an NF4 weight, of which a few at a time exist in float32."""
+    local, start = local_rows(tensor)
+    inner = nf4.inner_width(tensor.shape[1])
+    n_rows = max(1, READ_BYTES // (4 * inner))
+    for target in local.split(n_rows):
+        rows = torch.empty(len(target), inner, device=local.device)
+        read_into(rows, source._replace(start=source.start + start))
+        target.copy_(nf4.quantize(rows))
+        start += len(target)
 
 
 class FoundWeights(NamedTuple):

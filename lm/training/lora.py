@@ -1,11 +1,11 @@
 """LoRA: low-rank adapters on the linear layers of a frozen model (Hu et al., 2021).
 
 An adapted layer computes `x W^T + b + (lora_alpha / lora_rank) dropout(x) A^T B^T`. W `(out, in)`,
-b and all other weights of the model, the base, are frozen and have the compute dtype; A
-`(lora_rank, in)` and B `(out, lora_rank)` are trained in float32. Base weights keep their names; A
-and B of `q_proj.weight` are `q_proj.lora_A.weight` and `q_proj.lora_B.weight`, as in PEFT. With
-`use_rslora`, the scale is `lora_alpha / sqrt(lora_rank)`, so that the output does not shrink with
-the rank (Kalajdzievski, 2023).
+b and all other weights of the model, the base, are frozen and have the compute dtype, or W
+`base_dtype`; A `(lora_rank, in)` and B `(out, lora_rank)` are trained in float32. Base weights keep
+their names; A and B of `q_proj.weight` are `q_proj.lora_A.weight` and `q_proj.lora_B.weight`, as in
+PEFT. With `use_rslora`, the scale is `lora_alpha / sqrt(lora_rank)`, so that the output does not
+shrink with the rank (Kalajdzievski, 2023).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from lm.fields import Config, Fixed, Needs
+from lm.training import nf4
+from lm.training.nf4 import NF4Linear
 from model import Block, InitRule, ModelConfig, Transformer
 
 BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
@@ -62,6 +64,12 @@ class LoraConfig(Config, frozen=True):
         description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
         json_schema_extra={"aliases": ["target_modules", "lora_target_modules"]},
     )
+    base_dtype: OfAdapters[Fixed[Literal["nf4"] | None]] = Field(
+        None,
+        description="dtype of the blocks' frozen matrices; nf4 = 4.5 bits a weight, as in QLoRA;"
+        " null = the compute dtype",
+        json_schema_extra={"aliases": ["load_in_4bit", "bnb_4bit_quant_type"]},
+    )
 
     @property
     def lora_scale(self) -> float:
@@ -79,12 +87,13 @@ class LoraConfig(Config, frozen=True):
 class LoraLinear(nn.Module):
     """A frozen linear layer with a trained low-rank adapter."""
 
-    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
+    def __init__(self, base: nn.Linear | NF4Linear, config: LoraConfig) -> None:
         super().__init__()
         rank = config.lora_rank
         assert rank is not None
         self.weight = base.weight
         self.bias = base.bias
+        self.product = nf4.linear if isinstance(base, NF4Linear) else F.linear
         self.scale = config.lora_scale
         self.dropout = config.lora_dropout
         options: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
@@ -94,11 +103,11 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         low_rank = self.lora_A(F.dropout(x, self.dropout, self.training))
         low_rank = low_rank * self.scale  # the smallest tensor to scale
-        return F.linear(x, self.weight, self.bias) + self.lora_B(low_rank)
+        return self.product(x, self.weight, self.bias) + self.lora_B(low_rank)
 
 
 def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | None) -> Transformer:
-    """Freeze `model` in `dtype` (None = float32) and add adapters, in place.
+    """Freeze `model` in `dtype` (None = float32) and `base_dtype`, and add adapters, in place.
 
     Does nothing if `lora_rank` is null.
     """
@@ -108,9 +117,11 @@ def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | No
         parameter.data = parameter.data.to(dtype or torch.float32)
     for parent in list(model.blocks.modules()):
         for name, layer in list(parent.named_children()):
+            if not isinstance(layer, nn.Linear):
+                continue
+            frozen = NF4Linear(layer) if config.base_dtype == "nf4" else layer
             is_target = config.lora_targets is None or name in config.lora_targets
-            if isinstance(layer, nn.Linear) and is_target:
-                parent.register_module(name, LoraLinear(layer, config))
+            parent.register_module(name, LoraLinear(frozen, config) if is_target else frozen)
     return model
 
 
@@ -147,6 +158,11 @@ def _layer_shapes(config: str) -> dict[str, tuple[int, int]]:
 def adapter_problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values do not fit the model, with the reason and the remedy."""
     shapes = layer_shapes(model)
+    if config.base_dtype == "nf4":
+        for name, (out, inner) in shapes.items():
+            if inner % nf4.BLOCK:
+                problem = f"{inner} inputs of {name} ({out} x {inner}) are not a multiple of"
+                yield "base_dtype", f"nf4: {problem} {nf4.BLOCK}; remove base_dtype"
     targets = list(dict.fromkeys(config.lora_targets or shapes))
     for name in targets:
         if name not in shapes:

@@ -115,7 +115,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, dequantize(packed, x.dtype), bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         _, packed, _ = inputs
         ctx.save_for_backward(packed)
 
@@ -133,11 +133,11 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return cast(Tensor, _Product.apply(x, packed, bias))
 
 
-class NF4Linear(nn.Linear):
+class NF4Linear(nn.Module):
     """A frozen linear layer of the shape of `layer`, whose weight is bytes of no values yet."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         width = packed_width(layer.in_features)
