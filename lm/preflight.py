@@ -269,6 +269,8 @@ class ResolvedRun:
         dtype = str(self.amp_dtype or torch.float32).removeprefix("torch.")
         if hp.precision.float8:
             dtype = f"float8 {hp.precision.float8}"
+        if hp.lora.base_dtype:
+            dtype += f", base in {hp.lora.base_dtype}"
         epoch = "streamed"
         samples_per_epoch = self.data.train.samples_per_epoch
         if samples_per_epoch:

@@ -354,6 +354,7 @@ def test_nf4_run_resumes_exactly_and_only_on_nf4(
     assert 'base_dtype: "nf4" in the checkpoint, now null' in other.stderr
     done = run_fsdp(tmp_path, ranks=2, config=resumable(bases), code=0)
     assert ", step 3\n" in done.stdout
+    assert ", float32, base in nf4; " in done.stdout
     assert read_exact_metrics(tmp_path) == read_exact_metrics(trained)
 
 
@@ -387,7 +388,8 @@ def test_commands_compute_with_the_quantized_base_unless_told_otherwise(
     assert (logits[False] - logits[True]).abs().max() > 1e-2
 
     texts: list[str] = []
-    for option in ([], ["--unquantized"], ["--base", str(bases["llama"])]):
+    options = ([], ["--unquantized"], ["--base", str(bases["llama"])], ["--dtype", "bfloat16"])
+    for option in options:
         command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "20", *option]
         assert generate.main(command) == 0
         texts.append(capsys.readouterr().out)
