@@ -377,7 +377,7 @@ def read_hyperparameters(
 
     Args:
         overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal
-            text.
+            text, without quotes around it.
         name: of the config in errors, with `lines` of its keys, e.g. `{"hyperparameters.lr": 12}`.
         defaults: None = `init_from` has none.
 
@@ -464,6 +464,8 @@ def _parse_override(key: str, text: str) -> Any:
     is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
     if str in types and not is_mapping:
         is_null = text == "null" and type(None) in types
+        if re.fullmatch(r"\"[^\"\\]*\"|'[^']*'", text):
+            return text[1:-1]
         return None if is_null else text
     if not text.strip():
         return ""
@@ -804,6 +806,8 @@ def _add_error_of_value(draft: _Draft, problem: ErrorDetails) -> None:
         message=_message(problem),
         nearest=_nearest(path[-1], siblings),
     )
+    if template == _OTHER_PROBLEM and isinstance(value, str):
+        text += _nearest_value(value, schema)
     label = ".".join([draft.label(key), *path[1:]])
     _add_error(draft, path, ConfigError(f"{label}: {text}"))
 
@@ -838,6 +842,19 @@ def _nearest(key: str, known: Iterable[str]) -> str:
             ours |= dict.fromkeys(aliases_of(info), name)
     near = difflib.get_close_matches(key.lower(), ours, n=1)
     return f"; did you mean {ours[near[0]]}?" if near else "; python -m lm.config lists all"
+
+
+def _nearest_value(value: str, schema: Mapping[str, Any]) -> str:
+    """Return the hint at the value that `value` most likely means, or ""."""
+    known: list[str] = []
+    for option in schema.get("anyOf", [schema]):
+        known += option.get("enum", [])
+        if option.get("type") == "null":
+            known.append("null")
+    if value.lower() == "none" and "null" in known:
+        return "; did you mean null?"
+    near = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.5)  # fp16, too
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _show(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import io
 import os
@@ -11,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -54,6 +56,19 @@ def limit_problems(problems: Sequence[str]) -> list[str]:
     if len(problems) > _MAX_PROBLEMS:
         limited.append(f"... and {len(problems) - _MAX_PROBLEMS} more")
     return limited
+
+
+def nearest_file(path: str | Path) -> str:
+    """Return the hint at the file whose name is nearest to `path`, which is missing, or ""."""
+    missing = Path(path)
+    try:
+        names = [file.name for file in missing.parent.iterdir()]
+    except (OSError, ValueError):  # not there, or a name with NUL
+        return ""
+    if missing.name in names:
+        return ""
+    near = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)  # not by its suffix
+    return f"; did you mean {missing.parent / near[0]}?" if near else ""
 
 
 class RunError(Exception):

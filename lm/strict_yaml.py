@@ -15,7 +15,7 @@ import yaml
 from yaml.parser import ParserError
 from yaml.scanner import ScannerError
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, nearest_file
 
 MAX_BYTES = 1 << 17
 """Of a file: experiments have some 2,000. The worst of this size takes PyYAML 1.5 s and 40 MB."""
@@ -33,7 +33,8 @@ def load_experiment(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path.absolute()}: {error.strerror}; {accepted}") from None
+        advice = nearest_file(path) or f"; {accepted}"
+        raise ConfigError(f"{path.absolute()}: {error.strerror}{advice}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{path}: has more than {MAX_BYTES:,} bytes; {accepted}")
     try:

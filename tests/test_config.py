@@ -222,6 +222,40 @@ def test_read_reports_errors_of_every_part(refusal: Refusal) -> None:
 # ---- numbers and text
 
 
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("amp_dtype=bf16", "did you mean bfloat16?"),
+        ("amp_dtype=fp16", "did you mean float16?"),
+        ("amp_dtype=None", "did you mean null?"),
+        ("lora_rank=none", "did you mean null?"),
+        ("optimizer=adam", "did you mean adamw?"),
+        ("norm=rms", "did you mean rmsnorm?"),
+        ("lr=abc", ""),
+    ],
+)
+def test_invalid_value_names_the_nearest(argument: str, advice: str, refusal: Refusal) -> None:
+    error = str(refusal("hyperparameters: {}", argument))
+    assert error.endswith(advice)
+    assert ("did you mean" in error) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('"def f"', "def f"),
+        ("'a \"b\"'", 'a "b"'),
+        ("'null'", "null"),
+        ('"', '"'),
+        ('"a" or "b"', '"a" or "b"'),
+        ("it's", "it's"),
+    ],
+)
+def test_quotes_around_a_string_argument_are_not_its_own(text: str, value: str) -> None:
+    hp = config.read_hyperparameters({"hyperparameters": {}}, [f"prompt={text}"], "exp.yaml")
+    assert hp.run.prompt == value
+
+
 @pytest.mark.parametrize("spelling", ["1e-4", "1.0e-4", "1E-4", "0.0001", "'1e-4'", "+1e-04"])
 def test_number_formats(spelling: str, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
@@ -435,6 +469,13 @@ def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"^{path}: {part}"):
             config.load_hyperparameters(path, [])
+
+
+def test_misspelt_config_file_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").touch()
+    with pytest.raises(ConfigError) as refused:
+        config.load_hyperparameters(tmp_path / "quikstart.yaml", [])
+    assert str(refused.value).endswith(f"did you mean {tmp_path / 'quickstart.yaml'}?")
 
 
 def test_unknown_keys_are_refused_soon_and_in_few_lines(tmp_path: Path) -> None:

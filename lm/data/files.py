@@ -25,7 +25,7 @@ from lm.data.signatures import (
     check_pointer,
     check_start,
 )
-from lm.errors import ConfigError, limit_problems
+from lm.errors import ConfigError, limit_problems, nearest_file
 from lm.launch.requirements import requires
 from lm.units import format_count
 
@@ -82,6 +82,7 @@ def find_files(where: str | None, key: str) -> list[Path]:
     if not files:
         check_path(pattern, key)
         advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
+        advice += nearest_file(pattern)
         raise ConfigError(f"{key}: no file found at {pattern!r}; {advice}")
     return sorted(files)
 
