@@ -27,6 +27,7 @@ _LLAMA3 = _LLAMA2 | {
     "max_seq_len": 8192,
     "rope_theta": 500000.0,
 }
+_SMOLLM2 = _LLAMA2 | {"vocab_size": 49152, "max_seq_len": 8192, "tie_embeddings": True}
 _LLAMA32 = _LLAMA3 | {
     "d_ff": 8192,
     "tie_embeddings": True,
@@ -147,6 +148,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "granite3-2b": _preset(_GRANITE3_2B, 2048, 40, 32, d_ff=8192),
     "granite3-8b": _preset(_GRANITE3_8B, 4096, 40, 32, d_ff=12800),
     "glm4-9b": _preset(_GLM4, 4096, 40, 32, d_ff=13696),
+    "smollm2-1.7b": _preset(_SMOLLM2, 2048, 24, 32, d_ff=8192, rope_theta=130000.0),
     "smollm3-3b": _preset(_SMOLLM3, 2048, 36, 16, d_ff=11008),
     "olmo3-7b": _preset(_OLMO3, 4096, 32, 32, d_ff=11008),
     "gemma3-270m": _preset(_GEMMA3, 640, 18, 4, d_ff=2048, embedding_multiplier=640**0.5),

@@ -30,6 +30,7 @@ from lm.launch.machine import host_memory
 from lm.memory import USABLE, Ranks
 from lm.metrics.device import GIB
 from lm.plan import fit
+from lm.presets import PRESETS
 from lm.training import parallelize
 from lm.training.precision import choose_dtype
 from lm.units import format_bytes, format_count, format_parameters
@@ -116,8 +117,17 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
         return config.load_hyperparameters(args.config, args.overrides, adapters.model_defaults)
     if hp.model.model is None:
         problem = f"init_from: {hp.checkpoint.init_from} does not exist"
-        raise ConfigError(f"{problem}; set model to the preset with its shape")
+        raise ConfigError(f"{problem}; {_advise_preset(hp.checkpoint.init_from)}")
     return hp
+
+
+def _advise_preset(init_from: str) -> str:
+    """Return how to plan the model `init_from` without its files."""
+    name = init_from.partition("@")[0].rpartition("/")[2].lower()
+    for preset in PRESETS:
+        if preset == name.removesuffix("-instruct"):
+            return f"add model={preset}, a preset of its shape"
+    return "set model to the preset with its shape"
 
 
 def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
