@@ -755,7 +755,15 @@ def limit_mask(mask: Tensor, window: int | None, position_ids: Tensor) -> Tensor
 @functools.cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, compiled; else FlexAttention would materialize the scores of all pairs."""
-    return torch.compile(function)
+    return torch.compile(function, options=compiler_options())
+
+
+def compiler_options() -> dict[str, Any]:
+    """Return the options of `torch.compile` for the algorithms that PyTorch is set to use."""
+    if torch.are_deterministic_algorithms_enabled():
+        # The compiler does not choose among kernels by their speed, which varies.
+        return {"deterministic": True}
+    return {}
 
 
 # ---- layers

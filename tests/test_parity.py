@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._inductor import config as inductor
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
@@ -23,7 +22,7 @@ from lm.data.run_data import open_data
 from lm.data.sampler import SampledSource
 from lm.runtime.world import MeshShape, World
 from lm.training import optim, parallelize
-from model import IGNORE_INDEX, Transformer
+from model import IGNORE_INDEX, Transformer, compiler_options
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.parallelism import (
     AMP_DTYPES,
@@ -292,19 +291,18 @@ def test_float8_checkpoints_are_those_of_bfloat16(float8_runs: Float8Runs) -> No
 
 
 def test_deterministic_selects_deterministic_kernels() -> None:
-    def build(world: World) -> bool:
-        hp = config.read_hyperparameters(
-            {"hyperparameters": PARITY_RUN | {"deterministic": True}}, [], "test"
-        )
-        model = build_model(hp, world.device_mesh(MeshShape(1, 1)), None)
-        parallelize.initialize_parameters(model, 7)
-        return torch.are_deterministic_algorithms_enabled()
+    def build(world: World) -> dict[str, Any]:
+        settings = PARITY_RUN | {"deterministic": True, "compile": True}
+        hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+        build_model(hp, world.device_mesh(MeshShape(1, 1)), None)
+        assert torch.are_deterministic_algorithms_enabled()
+        return compiler_options()
 
+    assert compiler_options() == {}
     try:
-        assert in_world(build)
+        assert in_world(build) == {"deterministic": True}
     finally:
         torch.use_deterministic_algorithms(False)
-        inductor.deterministic = False
 
 
 def initial_weights(

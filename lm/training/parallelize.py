@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch._functorch import config as partitioner  # until it has a public name
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -46,7 +45,7 @@ from lm.training import lora
 from lm.training.float8 import compute_scales, convert_to_float8
 from lm.training.offload import ActivationOffload
 from lm.training.transfer import UNSCALED, Transfer
-from model import Transformer
+from model import Transformer, compiler_options
 
 OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 """Whether saved tensor hooks can see what selective recomputation saves in blocks that are not
@@ -174,9 +173,11 @@ def transform_blocks(
         apply_activation_checkpointing(model, config.activation_checkpointing)
 
     if config.compiles(on_gpu, float8):
+        options = compiler_options()
         if float8 == "rowwise" and on_gpu:
-            _emulate_precision_casts()
-        apply_compile(model)
+            # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
+            options["emulate_precision_casts"] = True
+        apply_compile(model, options)
 
     # Outside the compiled region, to see the tensors that it saves.
     if config.activation_offload:
@@ -225,21 +226,20 @@ def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkpo
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(model: Transformer) -> None:
+def apply_compile(model: Transformer, options: Mapping[str, Any]) -> None:
     """Compile the blocks, of which those of a kind share a graph, and the loss, for all chunks.
 
     FSDP's hooks are not compiled.
     """
     announce("compiling in the first step")
-    # By default the partitioner saves a ReLU's mask in addition to its output, because of the view
-    # between them.
-    partitioner.recompute_views = True
-    _allow_graphs(len(set(model.attention_kinds)))
+    # Blocks of a kind have several graphs: of the first one over frozen embeddings, of validation,
+    # and of the lengths of separate samples.
+    limit = 64 * len(set(model.attention_kinds))
+    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, limit)
+    compile_graph = partial(torch.compile, fullgraph=True, options=dict(options))
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
-    model.head.chunk_cross_entropy = torch.compile(
-        model.head.chunk_cross_entropy, fullgraph=True, dynamic=False
-    )
+        block.forward = compile_graph(block.forward)
+    model.head.chunk_cross_entropy = compile_graph(model.head.chunk_cross_entropy, dynamic=False)
 
 
 def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
@@ -279,35 +279,12 @@ def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) ->
         model.set_reshard_after_backward(is_last)
 
 
-# PyTorch documents the options of its compiler that follow, but has no public name for where they
-# are set for all graphs. The import takes 1.5 s.
-
-
-def _emulate_precision_casts() -> None:
-    from torch._inductor import config as inductor
-
-    # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
-    inductor.emulate_precision_casts = True
-
-
-def _allow_graphs(n_kinds: int) -> None:
-    from torch._dynamo import config as dynamo
-
-    # Blocks of a kind have several: of the first one over frozen embeddings, of validation, and of
-    # the lengths of separate samples.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 64 * n_kinds)
-
-
 def _use_deterministic_kernels() -> None:
-    from torch._inductor import config as inductor
-
     # cuBLAS reads it at its first product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Nothing reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore
-    # The compiler does not choose among kernels by their speed, which varies.
-    inductor.deterministic = True
 
 
 _CHUNK_SIZE = 1 << 20
