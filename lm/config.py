@@ -144,6 +144,7 @@ class Hyperparameters:
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters with these values, and the defaults of all other keys."""
+        _require_known(values)
         parts: dict[str, Any] = {}
         for name, part in PARTS.items():
             parts[name] = part.model_validate(_of_part(values, part))
@@ -158,6 +159,7 @@ class Hyperparameters:
 
     def replace(self, **values: Any) -> Hyperparameters:
         """Return a copy with other `values` of some keys, which are not validated."""
+        _require_known(values)
         parts: dict[str, Any] = {}
         for name, part in PARTS.items():
             parts[name] = getattr(self, name).model_copy(update=_of_part(values, part))
@@ -181,6 +183,12 @@ FIELDS: dict[str, FieldInfo] = {}
 """All keys."""
 for _part in PARTS.values():
     FIELDS |= _part.model_fields
+
+
+def _require_known(values: Mapping[str, Any]) -> None:
+    unknown = values.keys() - FIELDS.keys()
+    if unknown:
+        raise ValueError(f"no such hyperparameter: {', '.join(sorted(unknown))}")
 
 
 def _of_part(values: Mapping[str, Any], part: type[Config]) -> dict[str, Any]:

@@ -78,6 +78,34 @@ def test_killed_process_leaves_no_entry(tmp_path: Path) -> None:
     assert entries() == [draft[1:65]]
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+from lm.data.jsonl import JsonlDataset
+from lm.data.tokenizer import load_tokenizer
+from lm.errors import ConfigError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+try:
+    JsonlDataset([Path("a.jsonl")], load_tokenizer("bytes"), 32)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("n_bytes", [4096, 72_064])
+def test_full_disk_is_one_line_and_leaves_nothing(n_bytes: int, tmp_path: Path) -> None:
+    """A limit of the size of files fails like a full disk: first what is read, then what stays."""
+    (tmp_path / "a.jsonl").write_text('{"text": "to be or not to be"}\n' * 1000)
+    command = [sys.executable, "-c", FULL, str(n_bytes)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert "File too large" in line
+    assert entries() == []
+
+
 def test_failed_computation_leaves_nothing() -> None:
     def fail(directory: Path) -> None:
         (directory / "half").write_text("")

@@ -76,7 +76,7 @@ def _temporary_root() -> Path:
 def _lock(path: Path) -> Iterator[None]:
     """Wait for whoever computes the same entry. Without locks, both do, and one result stays."""
     lock = FileLock(path)
-    with suppress(NotImplementedError):
+    with suppress(NotImplementedError, OSError):
         lock.acquire()
     try:
         yield

@@ -222,12 +222,13 @@ def _write_in_order(
 ) -> None:
     """Write the values of all samples, which are one after the other in `values`, in `order`."""
     ends = np.cumsum(lengths)
-    ordered = np.lib.format.open_memmap(path, "w+", values.dtype, values.shape)
-    position = 0
-    for sample in order.tolist():
-        n_values = lengths[sample]
-        ordered[position : position + n_values] = values[ends[sample] - n_values : ends[sample]]
-        position += n_values
+    dtype = np.lib.format.dtype_to_descr(values.dtype)
+    header = {"descr": dtype, "fortran_order": False, "shape": values.shape}
+    # Not through a memory map: on a full disk that would end the process with SIGBUS.
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for sample in order.tolist():
+            file.write(values[ends[sample] - lengths[sample] : ends[sample]].tobytes())
 
 
 def _describe(
