@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
-from tests.support.launch_files import only_container, read_documents
+from tests.support.launch_files import read_documents
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
 
 RUN = TINY | {
@@ -346,46 +346,3 @@ def test_trainjob_eviction_and_sky_resume(hosts: Hosts, tmp_path: Path) -> None:
             moto.kill()
     assert [code for code, _, _ in completed] == [0, 0], completed
     assert list(read_reports(tmp_path / "machine0", name="config")) == [*range(1, step + 5)]
-
-
-@pytest.mark.slow
-def test_pytorchjob_pods_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path) -> None:
-    """With the variables that the training operator 1.9 sets, also RANK and WORLD_SIZE of pods."""
-    program = "import os\nfrom lm.launch.launch import Launch\n"
-    # One write, so that lines of two ranks do not mix.
-    program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"
-    (tmp_path / "fsdp.py").write_text(program)
-    (job,) = read_documents("pytorchjob.yaml")
-    first = f"{job['metadata']['name']}-master-0"
-    hosts.names(tmp_path, first)
-    pods = []
-    for host, replica in enumerate(job["spec"]["pytorchReplicaSpecs"].values()):
-        injected = {
-            "MASTER_ADDR": first,
-            "MASTER_PORT": "23456",
-            "PET_MASTER_ADDR": first,
-            "PET_MASTER_PORT": "23456",
-        }
-        injected |= {
-            "WORLD_SIZE": "4",
-            "RANK": str(host),
-            "PET_NNODES": "2",
-            "PET_NPROC_PER_NODE": "2",
-        }
-        injected |= {
-            "PET_NODE_RANK": str(host),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": str(REPOSITORY),
-        }
-        pod = only_container(replica["template"])
-        injected |= {variable["name"]: variable["value"] for variable in pod["env"]}
-        pods.append(hosts.run(host, tmp_path, [*pod["command"], *pod["args"]], PROGRAMS | injected))
-    for host, (code, output, errors) in enumerate(finish(pods)):
-        assert code == 0, errors
-        places = [
-            f"rank={2 * host + r}, world_size=4, local_rank={r}, local_size=2, node_rank={host}"
-            for r in (0, 1)
-        ]
-        assert [
-            line.split("(")[1].split(", address")[0] for line in sorted(output.splitlines())
-        ] == places
