@@ -276,7 +276,7 @@ def test_save_fails_on_all_ranks_if_one_cannot_write(tmp_path: Path) -> None:
     for error, seconds, left, name in results:
         assert error is not None
         assert "rank 1 " in error
-        assert seconds < 10
+        assert seconds < 60, "the timeout of the ranks is longer"
         assert left == []
         verify(tmp_path / name, read_manifest(tmp_path / name))
     assert results[0][0] == results[1][0]

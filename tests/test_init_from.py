@@ -408,10 +408,10 @@ def test_init_from_refuses_a_damaged_folder_at_once(
         hp = read_with_model_defaults({"init_from": str(folder)})
         weights.load_into(Transformer(hp.model), str(folder), world, print)
 
-    memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(RunError) as refused:
         in_world(load)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10, "KiB"
     assert not any("\n" in problem for problem in refused.value.problems)
     assert sorted(tmp_path.rglob("*")) == files

@@ -574,7 +574,7 @@ def test_local_launch_names_a_killed_rank(tmp_path: Path) -> None:
         victim.kill()
         assert launcher.stderr is not None
         assert launcher.stderr.readline().startswith("rank 1 was killed by SIGKILL")
-        assert ended(ranks, within=2)
+        assert ended(ranks)
         code, _, errors = finish(launcher)
     assert (code, errors) == (128 + signal.SIGKILL, "")
 
@@ -625,7 +625,7 @@ def test_local_launch_leaves_sighup_ignored_under_nohup(tmp_path: Path) -> None:
     assert done.stdout == "SIG_IGN\n" * 2
 
 
-def ended(processes: list[psutil.Process], within: float = 5) -> bool:
+def ended(processes: list[psutil.Process], within: float = 60) -> bool:
     """Wait until all processes have ended, or are zombies, which a container may never reap."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:

@@ -373,7 +373,7 @@ def test_storage_has_the_metrics_after_an_error(s3: str, tmp_path: Path) -> None
     (tmp_path / "2").mkdir()
     place = BucketCheckpoints(f"{s3}/test", tmp_path / "2")
     place.acquire()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "it waits for no lease"
     assert (tmp_path / "2" / "metrics.jsonl").read_text() == "1\n"
     place.release()
 
@@ -387,7 +387,7 @@ def kill(place: BucketCheckpoints) -> None:
 def test_lease_of_a_dead_run_is_replaced(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.2)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 300)
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder in folders:
         folder.mkdir()
@@ -399,8 +399,9 @@ def test_lease_of_a_dead_run_is_replaced(
     again = BucketCheckpoints(f"{storage}/test", folders[0])
     started = time.monotonic()
     again.acquire()  # on the same machine, at once
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 150
     kill(again)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.2)
     b.acquire()  # on another, after the lease has run out
     for late in (a, again):
         with pytest.raises(RunError, match="in use by process"):
@@ -434,7 +435,7 @@ def test_lease_that_is_none_is_replaced_at_once(s3: str, tmp_path: Path) -> None
         place.acquire()
         assert list(place.bucket.sizes("lease")) == ["000008"]
         place.release()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 120, "each would wait for a lease"
 
 
 def test_lease_holder_is_printed_escaped(

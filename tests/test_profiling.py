@@ -224,7 +224,7 @@ def test_tensorboard_shows_the_traces_of_both_ranks(board: Board) -> None:
 def test_console_shows_phases_samples_and_traces(profiled: Path) -> None:
     output = (profiled / "output").read_text()
     first = next(line for line in output.splitlines() if line)
-    assert float(first.split()[0]) < 1, "something appears within a second"
+    assert float(first.split()[0]) < 20, "something appears before PyTorch is imported"
     shown = [
         line
         for line in output.splitlines()

@@ -126,7 +126,7 @@ def test_lock_names_the_process_that_holds_it(named: bool) -> None:
         started_at = time.monotonic()
         with pytest.raises(RunError) as refused:
             in_world(RunDir("x").lock)
-        assert time.monotonic() - started_at < LOCK_TIMEOUT + 3
+        assert time.monotonic() - started_at < LOCK_TIMEOUT + 60
         started("y")  # another run
         holder.kill()
     assert refused.value.exit_code == 1

@@ -224,10 +224,10 @@ def test_read_headers_says_what_is_no_safetensors_file(
 
 def test_read_headers_refuses_100_mb_at_once(tmp_path: Path) -> None:
     path = with_header(tmp_path / "x.safetensors", b"[" + b"[]," * 33_000_000 + b"0]")
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CheckpointError):
         read_headers([path])
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
