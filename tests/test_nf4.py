@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from lm import evaluate, generate
@@ -107,6 +108,15 @@ def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     assert scales == state.absmax.tolist()
     dequantized = functional.dequantize_4bit(expected, state)
     assert nf4.dequantize(packed, dtype).equal(dequantized)
+
+
+def test_dequantizes_as_before_after_a_plan_did_on_fake_tensors() -> None:
+    packed = nf4.quantize(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)))
+    with FakeTensorMode() as fake:
+        nf4.dequantize(fake.from_tensor(packed), torch.float32)
+    first = nf4.dequantize(packed, torch.float32)
+    assert type(first) is torch.Tensor
+    assert first.abs().amax() <= packed[:, 32:].contiguous().view(torch.float32).amax()
 
 
 def test_blocks_of_rows_dequantize_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

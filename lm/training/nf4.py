@@ -12,7 +12,6 @@ all-gathers the bytes and casts none, as it casts only floating-point parameters
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import torch
@@ -66,17 +65,13 @@ def quantize(weight: Tensor) -> Tensor:
     return torch.cat([pairs, scales.view(torch.uint8)], dim=-1)
 
 
-@functools.cache
-def _level_pairs(device: torch.device) -> Tensor:
-    """Return the two levels of each byte, `(256, 2)`."""
-    levels = torch.tensor(LEVELS, device=device)
-    return torch.cartesian_prod(levels, levels)
-
-
 def _look_up(pairs: Tensor) -> Tensor:
     """Return the levels of bytes `(rows, in / 2)`, `(rows, in)`."""
     if not torch.compiler.is_compiling():
-        return F.embedding(pairs.int(), _level_pairs(pairs.device)).flatten(1)
+        # Not cached, as a plan's is a fake tensor.
+        levels = torch.tensor(LEVELS, device=pairs.device)
+        levels_of_byte = torch.cartesian_prod(levels, levels)  # (256, 2)
+        return F.embedding(pairs.int(), levels_of_byte).flatten(1)
     # One kernel, without a table in memory.
     shifts = 4 - 4 * torch.arange(2, dtype=torch.uint8, device=pairs.device)
     indices = (pairs[..., None] >> shifts) & 15
