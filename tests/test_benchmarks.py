@@ -145,7 +145,8 @@ def test_sharding_memory_equals_the_formulas() -> None:
 def test_sharding_peak_is_the_planned_one() -> None:
     # In float32, as products in bfloat16 need scratch memory on CPUs without it.
     points = sharded(None)
-    for point, found in zip(points, run_ranks(2, points, 1), strict=True):
+    # Of several steps the least: gloo's thread can free a buffer later than the step needs it.
+    for point, found in zip(points, run_ranks(2, points, 5), strict=True):
         hp = Hyperparameters.from_flat(point)
         peak = found.parameters + found.moments + min(found.transient)
         planned = fit.measure(hp, Ranks(None, "cpu", 2, 2, GIB)).peak

@@ -637,6 +637,7 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "use_rslora": (True, {"lora_rank": 1}),
     "lora_dropout": (0.5, {"lora_rank": 1}),
     "lora_targets": (["q_proj"], {"lora_rank": 1}),
+    "base_dtype": ("nf4", {"lora_rank": 1}),
     "decay_steps": (0.5, {"lr_schedule": "wsd"}),
     "muon_momentum": (0.5, {"optimizer": "muon"}),
     "min_lr_ratio": (0.5, {"lr_schedule": "cosine"}),

@@ -533,7 +533,8 @@ def test_write_config_of_presets_reads_back(preset: str) -> None:
     _, shapes = families.map_parameters(family, config)
     assert sum(map(math.prod, shapes.values())) == config.n_parameters
     assert config_json.find_family(again) is family
-    assert family.model_type[:3] in preset
+    is_llama = preset.startswith("smollm2-")
+    assert family.model_type[:3] in ("llama" if is_llama else preset)
 
 
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
