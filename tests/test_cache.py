@@ -134,6 +134,32 @@ def test_cache_that_cannot_be_written_is_replaced(monkeypatch: pytest.MonkeyPatc
     assert cached({"kind": "elsewhere"}, Path.rmdir) == directory
 
 
+TEMPORARY = """
+import sys
+from pathlib import Path
+from lm.data.cache import cached
+from lm.launch.spawn import run_and_exit
+
+def compute():
+    directory = cached({}, lambda draft: (draft / "value").write_text("complete"))
+    assert directory.parent.parent == Path(sys.argv[1])
+    print((directory / "value").read_text())
+    return int(sys.argv[2])
+
+run_and_exit(compute)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_command_deletes_what_replaced_the_cache(code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TEMPORARY, str(tmp_path), str(code)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
+    env["XDG_CACHE_HOME"] = "/dev/null"
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "complete\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_content_is_another_entry(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(bytes(17 << 20))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from lm.checkpoint.manifest import FILE_NAME, MANIFEST
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.errors import ConfigError, oserror_as_config_error
+from lm.launch.cleanup import at_exit
 
 
 @oserror_as_config_error
@@ -22,7 +22,7 @@ def find_checkpoint(where: Path | str) -> Path:
     if not is_url(location):
         return Path(location)
     directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    at_exit(shutil.rmtree, directory, ignore_errors=True)
     return remote.download(location, directory / Path(location).name)
 
 

@@ -7,7 +7,6 @@ changes. Whoever needs an entry first computes it, once for all that share the c
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 from filelock import FileLock
 
 from lm.errors import oserror_as_config_error
+from lm.launch.cleanup import at_exit
 
 KEPT_DAYS = 30
 """Entries that no run has used for so long are deleted when another one is added."""
@@ -68,7 +68,7 @@ def _root() -> Path:
 @functools.cache
 def _temporary_root() -> Path:
     root = Path(tempfile.mkdtemp(prefix="lm-tokens-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    at_exit(shutil.rmtree, root, ignore_errors=True)
     return root
 
 

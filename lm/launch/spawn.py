@@ -25,6 +25,7 @@ from functools import partial
 from typing import NoReturn
 
 from lm.errors import ConfigError, command, open_standard_streams
+from lm.launch.cleanup import clean_up
 from lm.launch.console import announce
 from lm.launch.launch import has_lost_torchrun
 from lm.launch.machine import has_gpu
@@ -55,6 +56,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         code = print_exception(error)
     with contextlib.suppress(OSError):  # a full disk, or a closed pipe
         sys.stdout.flush()
+    clean_up()
     os._exit(code)
 
 

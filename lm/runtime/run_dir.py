@@ -23,7 +23,6 @@ lease                     identifies the process that used the directory, in obj
 
 from __future__ import annotations
 
-import atexit
 import errno
 import json
 import os
@@ -42,6 +41,7 @@ from filelock import FileLock, Timeout
 
 from lm.errors import ConfigError, RunError
 from lm.fileio import open_regular, print_once, read_bytes, replace_durably, sync_directory
+from lm.launch.cleanup import at_exit
 from lm.runtime.lease import (
     DirectoryStorage,
     InUseError,
@@ -262,7 +262,7 @@ def _acquire_lease(path: Path, error: OSError) -> str | None:
     with open(path, "wb", opener=open_regular) as file:
         _write_lock(file.fileno())
     _locks[path.absolute()] = lease, _read_lock(path)
-    atexit.register(release_leases)
+    at_exit(release_leases)
     return None
 
 
