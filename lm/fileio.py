@@ -11,6 +11,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -40,10 +41,12 @@ MAX_SLICES = 1 << 16
 """Entries in the headers of a checkpoint or a model, in addition to one per KiB of its files."""
 _CHECKSUM_BLOCK_BYTES = 1 << 22
 _POINTERS = {
-    b"version https://git-lfs": ("Git LFS pointer", "git lfs pull"),
-    b"/annex/objects/": ("git-annex pointer", "git annex get"),
+    re.compile(rb"version https://git-lfs"): ("Git LFS pointer", "git lfs pull"),
+    # Also a link, as Git writes it where there are none.
+    re.compile(rb"((\.\./)*\.git)?/annex/objects/"): ("git-annex pointer", "git annex get"),
+    re.compile(rb"outs:\n- (md5|hash|etag|size|path): "): ("DVC pointer", "dvc pull"),
 }
-"""what a file contains that was not downloaded with its repository, and the command that does it"""
+"""what a file starts with that was not downloaded with its repository, and the command for it"""
 _NO_DIRECTORY_SYNC = (
     errno.EINVAL,
     errno.ENOTSUP,
@@ -101,8 +104,8 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 def find_pointer(start: bytes) -> tuple[str, str] | None:
     """Return what a file is that starts with `start`, and the remedy, if it is not downloaded."""
-    for content, (name, command) in _POINTERS.items():
-        if start.startswith(content):
+    for pattern, (name, command) in _POINTERS.items():
+        if pattern.match(start):
             return name, f"download the file, `{command}` in its repository"
     return None
 

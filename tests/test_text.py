@@ -80,8 +80,15 @@ def test_find_files_follows_links_and_ends_loops(tmp_path: Path) -> None:
     write(tmp_path, "else/two.txt", "else/.hidden.txt")
     (root / "linked").symlink_to(tmp_path / "else")
     (root / "a" / "loop").symlink_to(root)
-    (root / "broken").symlink_to(tmp_path / "none")
     assert find_files(str(root), "train_data") == [one, root / "linked" / "two.txt"]
+
+
+@pytest.mark.parametrize("name", ["data", "data/*.txt", "data/none.txt", "**/*.txt"])
+def test_link_to_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "data/a.txt")
+    (tmp_path / "data/none.txt").symlink_to("../.git/annex/objects/0x/MD5E-s9--00.txt")
+    with pytest.raises(ConfigError, match="data/none.txt: is a link to .*, which does not exist"):
+        find_files(f"{tmp_path}/{name}", "train_data")
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
@@ -251,8 +258,15 @@ NOT_TEXT = {
     "zstd": (zstandard.compress(LINES), "Zstandard file.*zstd -dc "),
     "pointer": (POINTER, "Git LFS pointer.*git lfs pull"),
     "annex": (b"/annex/objects/MD5E-s9--00.txt\n", "git-annex pointer.*git annex get"),
+    "annex link": (b"../.git/annex/objects/0x/MD5E-s9--00.txt", "git-annex pointer.*git annex get"),
+    "dvc": (b"outs:\n- md5: 00\n  size: 9\n  path: a.txt\n", "DVC pointer.*dvc pull"),
+    "rtf": (rb"{\rtf1\ansi to be}", "RTF document"),
+    "postscript": (b"%!PS-Adobe-3.0\n", "PostScript document"),
+    "ar": (b"!<arch>\na.txt/  ", "ar archive.*ar x "),
+    "lzip": (b"LZIP\1\x0c", "lzip file.*lzip -d "),
     "sqlite": (database(), "SQLite database"),
     "pickle": (pickle.dumps(["a"]), "pickle"),
+    "old pickle": (pickle.dumps(["a"], 0), "pickle"),
     "npy": (written_by(lambda file: np.save(file, np.zeros(3))), "NumPy array"),
     "safetensors": (safetensors.numpy.save({"a": np.zeros(3)}), "safetensors file"),
     "parquet": (written_by(lambda file: pq.write_table(TABLE, file)), "Parquet table"),

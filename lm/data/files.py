@@ -73,7 +73,7 @@ def find_files(where: str | None, key: str) -> list[Path]:
             files = [root]
         else:
             matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207 - accepts absolute patterns
-            files = [path for path in map(Path, matches) if path.is_file()]
+            files = [path for path in map(Path, matches) if _is_file(path)]
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
     if not files and pattern and root.is_dir():
@@ -119,12 +119,25 @@ def _files_below(
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             continue
-        if path.is_file():
+        if _is_file(path):
             yield path
         elif path.is_dir():
             is_cache = path.name.startswith("__pycache__")
             if not is_cache and path.name not in excluded:
                 yield from _files_below(path, excluded, entered)
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether `path` is a file, or a link to one.
+
+    Raises:
+        ConfigError: it is a link to nothing, as in a repository or a cache without the contents.
+    """
+    if path.is_symlink() and not path.exists():
+        problem = f"is a link to {path.readlink()}, which does not exist"
+        remedy = "restore the file, e.g. with git annex get or dvc pull, or delete the link"
+        raise ConfigError(f"{path}: {problem}; {remedy}")
+    return path.is_file()
 
 
 def download_from_hub(source: str, files: Sequence[str], key: str) -> Path:

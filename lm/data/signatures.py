@@ -41,12 +41,16 @@ _SIGNATURES = (
     _Signature(0, b"GIF8", "GIF image", _CONVERT),
     _Signature(0, b"%PDF-", "PDF", _CONVERT),
     _Signature(0, b"PK\x03\x04", "ZIP archive, as .docx, .xlsx and .epub are", _CONVERT),
+    _Signature(0, b"{\\rtf", "RTF document", _CONVERT),
+    _Signature(0, b"%!PS-", "PostScript document", _CONVERT),
     _Signature(0, b"\xd0\xcf\x11\xe0", "document of an old version of Word or Excel", _CONVERT),
     _Signature(257, b"ustar", "tar archive", "extract it, tar -xf {}"),
     _Signature(
         4, (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"), "bzip2 file", "decompress it, bunzip2 {}"
     ),
     _Signature(0, b"\xfd7zXZ\0", "xz file", "decompress it, xz -d {}"),
+    _Signature(0, b"LZIP\1", "lzip file", "decompress it, lzip -d {}"),
+    _Signature(0, b"!<arch>\n", "ar archive, as .deb and .a are", "extract it, ar x {}"),
     _Signature(0, b"7z\xbc\xaf\x27\x1c", "7z archive", "extract it, 7z x {}"),
     _Signature(0, b"Rar!\x1a\x07", "RAR archive", "extract it, unrar x {}"),
     _Signature(0, b"\x04\x22\x4d\x18", "LZ4 file", "decompress it, lz4 -d {}"),
@@ -58,6 +62,7 @@ _SIGNATURES = (
     _Signature(0, b"SQLite format 3\0", "SQLite database", _EXPORT),
     _Signature(0, b"\x93NUMPY", "NumPy array", _EXPORT),
     _Signature(0, (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "pickle", _EXPORT),
+    _Signature(0, (b"(lp0\n", b"(dp0\n", b"ccopy_reg\n"), "pickle of ASCII", _EXPORT),
     _Signature(7, b'\0{"', "safetensors file", "it holds weights; choose files of text"),
 )
 _ENCODINGS = {
