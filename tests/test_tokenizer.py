@@ -562,6 +562,31 @@ def test_stop_ids_are_end_of_text_and_the_models(
 
 
 @pytest.mark.parametrize(
+    ("generation", "model", "stop_ids"),
+    [
+        ({"top_p": 0.9}, [7, 9], {7, 9}),
+        ({"eos_token_id": None}, 7, {7}),
+        ({"eos_token_id": 8}, [7, 8], {7, 8}),
+        ({"eos_token_id": [8, 9]}, 7, {7, 8, 9}),
+        (None, 3, {3}),
+        (None, 0, {0}),
+        ({"eos_token_id": 8}, None, {8}),
+    ],
+)
+def test_stop_ids_are_those_of_all_files(
+    generation: dict[str, Any] | None, model: Any, stop_ids: set[int], tmp_path: Path
+) -> None:
+    (tmp_path / TOKENIZER_JSON).write_bytes(llama_tokenizer())
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": model}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.stop_ids == {EOS, *stop_ids}
+    found = json.loads(tokenizer.files["generation_config.json"])
+    assert found == (generation or {}) | {"eos_token_id": found["eos_token_id"]}
+
+
+@pytest.mark.parametrize(
     ("template", "stop_ids"),
     [
         (CHAT_TEMPLATE, {EOS, 7}),
@@ -578,6 +603,18 @@ def test_chat_stop_ids_have_the_end_of_turn(template: str, stop_ids: set[int]) -
     assert tokenizer.chat_stop_ids == stop_ids
     assert tokenizer.stop_ids == {EOS, 7}
     assert TOKENIZER.chat_stop_ids == {END}
+
+
+def test_tokenizer_with_random_or_split_tokens_is_refused() -> None:
+    content = json.loads(byte_level_tokenizer())
+    content["model"]["dropout"] = 0.5
+    with pytest.raises(ConfigError, match="model.dropout is 0.5, .*random; set it to null"):
+        from_files(json.dumps(content).encode())
+    content["model"]["dropout"] = 0.0
+    good = json.dumps(content).encode()
+    assert from_files(good, {"split_special_tokens": False}).encode("to be")
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json: split_special_tokens is true"):
+        from_files(good, {"split_special_tokens": True})
 
 
 WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {

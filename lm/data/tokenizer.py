@@ -67,6 +67,7 @@ END_OF_TEXT = "<|endoftext|>"
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 _DEFAULT = "default"
 _TOOL_USE = "tool_use"
+_SPLIT_SPECIAL = "split_special_tokens"
 _CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
 """name of a file in the caches of the Hub and of DVC, which nothing else has"""
 _PIECE_SIZE = 2**18
@@ -211,6 +212,13 @@ class FileTokenizer:
             conflict = special_tokens.describe_conflict(self._config, self._encoder)
         if conflict is not None:
             raise self._error(f"{_TOKENIZER_CONFIG}: {conflict}; correct added_tokens_decoder")
+        if getattr(self._encoder.model, "dropout", None):
+            problem = f"model.dropout is {self._encoder.model.dropout:g}, with which the tokens of"
+            problem += " a text are random"
+            raise self._error(f"{TOKENIZER_JSON}: {problem}; set it to null")
+        if self._config.get(_SPLIT_SPECIAL):
+            problem = f"{_SPLIT_SPECIAL} is true, with which special tokens in texts are text"
+            raise self._error(f"{_TOKENIZER_CONFIG}: {problem}; set it to false")
         self._generation = self._read_object(GENERATION_CONFIG)
         self._encoder.no_truncation()
         self._encoder.no_padding()
@@ -315,15 +323,9 @@ class FileTokenizer:
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end a generated text: end of text, and those of generation_config.json."""
-        generation_eos = self._generation.get("eos_token_id")
-        if generation_eos is None:
-            generation_eos = []
-        elif isinstance(generation_eos, int):
-            generation_eos = [generation_eos]
-        if not isinstance(generation_eos, list) or not all(
-            type(each) is int for each in generation_eos
-        ):
-            shown = json.dumps(generation_eos)[:60]
+        generation_eos = _as_list(self._generation.get("eos_token_id"))
+        if not all(type(each) is int for each in generation_eos):
+            shown = json.dumps(self._generation["eos_token_id"])[:60]
             problem = f"{GENERATION_CONFIG}: eos_token_id is {shown}"
             raise self._error(f"{problem}, not an integer or a list of integers")
         return frozenset([self.eos_id, *generation_eos])
@@ -774,15 +776,41 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     more = sorted(path.name for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
     names = [*TOKENIZER_FILES, _OLD_TEMPLATE, *(f"{_MORE_TEMPLATES}/{name}" for name in more)]
     files = {name: _read_inside(directory, name) for name in names if (directory / name).is_file()}
-    if GENERATION_CONFIG in files:
-        return files
-    model = _find_base(directory)
-    if (model / GENERATION_CONFIG).is_file():
-        files[GENERATION_CONFIG] = _read_inside(model, GENERATION_CONFIG)
-    elif stops := _read_settings(model / MODEL_CONFIG).get("eos_token_id"):
-        # As in transformers, that of generation.
-        files[GENERATION_CONFIG] = json.dumps({"eos_token_id": stops}).encode()
+    model = directory
+    if GENERATION_CONFIG not in files:
+        model = _find_base(directory)
+        if (model / GENERATION_CONFIG).is_file():
+            files[GENERATION_CONFIG] = _read_inside(model, GENERATION_CONFIG)
+    stops = _read_settings(model / MODEL_CONFIG).get("eos_token_id")
+    if stops is not None:
+        files[GENERATION_CONFIG] = _add_stops(files.get(GENERATION_CONFIG, b"{}"), stops)
     return files
+
+
+def _add_stops(content: bytes, stops: Any) -> bytes:
+    """Return a generation_config.json with the `eos_token_id` of the model's config.json, too."""
+    try:
+        generation = parse_json(content)
+    except ValueError:
+        return content  # who reads it says why
+    if not isinstance(generation, dict):
+        return content
+    known = _as_list(generation.get("eos_token_id"))
+    added = [stop for stop in _as_list(stops) if stop not in known]
+    if not added:
+        return content
+    merged = known + added
+    if len(merged) == 1:
+        (merged,) = merged
+    return json.dumps(generation | {"eos_token_id": merged}, indent=2).encode()
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _find_base(directory: Path) -> Path:
