@@ -87,7 +87,7 @@ def test_find_files_follows_links_and_ends_loops(tmp_path: Path) -> None:
 def test_link_to_nothing_is_refused(name: str, tmp_path: Path) -> None:
     write(tmp_path, "data/a.txt")
     (tmp_path / "data/none.txt").symlink_to("../.git/annex/objects/0x/MD5E-s9--00.txt")
-    with pytest.raises(ConfigError, match="data/none.txt: is a link to .*, which does not exist"):
+    with pytest.raises(ConfigError, match=r"data/none.txt: is a link to .*, which does not exist"):
         find_files(f"{tmp_path}/{name}", "train_data")
 
 

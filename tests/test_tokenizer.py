@@ -608,7 +608,7 @@ def test_chat_stop_ids_have_the_end_of_turn(template: str, stop_ids: set[int]) -
 def test_tokenizer_with_random_or_split_tokens_is_refused() -> None:
     content = json.loads(byte_level_tokenizer())
     content["model"]["dropout"] = 0.5
-    with pytest.raises(ConfigError, match="model.dropout is 0.5, .*random; set it to null"):
+    with pytest.raises(ConfigError, match=r"model.dropout is 0.5, .*random; set it to null"):
         from_files(json.dumps(content).encode())
     content["model"]["dropout"] = 0.0
     good = json.dumps(content).encode()
