@@ -26,8 +26,9 @@ import zstandard
 
 from lm.data.files import find_files, read_json_lines
 from lm.data.run_data import DataConfig, open_data
+from lm.data.text import read_text
 from lm.data.tokenizer import ByteTokenizer
-from lm.data.tokens import read_index, read_text
+from lm.data.tokens import read_index
 from lm.errors import ConfigError
 from lm.prepare import __main__ as prepare
 from lm.prepare.readers import read_documents, read_ids

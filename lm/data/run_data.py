@@ -18,15 +18,14 @@ from lm.data import files, stream
 from lm.data.dataset import Dataset, TrainSource, ValidationSet, set_key
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
+from lm.data.text import TextTokens, read_text
 from lm.data.tokenizer import ByteCheck, ByteTokenizer, Tokenizer, load_tokenizer
 from lm.data.tokens import (
     Documents,
     SyntheticDataset,
-    TextTokens,
     TokenFileDataset,
     TokenWindowDataset,
     read_index,
-    read_text,
 )
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fields import Config, Fixed, Logged, Needs, Varied
