@@ -946,7 +946,7 @@ def test_prepare_verify_finds_every_flipped_bit(
 def test_prepare_progress_without_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr("lm.data.progress.LOG_SECONDS", 0.0)
     (tmp_path / "a.txt").write_text("to be")
     assert (
         command.main(

@@ -15,16 +15,14 @@ import argparse
 import errno
 import itertools
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from lm.data.documents import FORMATS, format_of
-from lm.data.files import find_files, is_compressed, name_files
+from lm.data.files import find_files, name_files
+from lm.data.progress import progress_bar
 from lm.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_JSON,
@@ -51,9 +49,6 @@ from lm.prepare.readers import (
 from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
 from lm.runtime.run_dir import lock_file, release_leases
 from lm.units import format_bytes, format_count
-
-LOG_SECONDS = 30.0
-"""Time between progress lines if stderr is not a terminal."""
 
 
 def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
@@ -176,7 +171,7 @@ def _write_drafts(
     n_tokens = 0
     n_bytes = 0
     started = time.monotonic()
-    with _progress_bar("encoding", args, files) as progress:
+    with progress_bar("encoding", files, args.format) as progress:
         for chunk in _read_tokens(args, files, tokenizer, from_tail):
             writers[chunk.held_out].add(chunk)
             n_tokens += len(chunk.ids)
@@ -224,7 +219,7 @@ def _train_file_tokenizer(
 def _read_training_texts(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> Iterator[str]:
-    with _progress_bar("reading for the tokenizer", args, files) as progress:
+    with progress_bar("reading for the tokenizer", files, args.format) as progress:
         for document in _read_split_documents(args, files, from_tail):
             if not document.held_out:
                 yield document.text
@@ -247,30 +242,6 @@ def _read_tokens(
             assert tokenizer is not None  # find_inputs
             documents = _read_split_documents(args, paths, from_tail)
             yield from encode_in_threads(documents, tokenizer, args.workers)
-
-
-def _progress_bar(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqdm[Any]:
-    """Return a bar on a terminal, or a line every `LOG_SECONDS`, on stderr."""
-    seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
-    return tqdm(
-        desc=what,
-        total=_text_bytes(args, files),
-        delay=seconds,
-        mininterval=seconds,
-        unit="B",
-        unit_scale=True,
-        dynamic_ncols=True,
-    )
-
-
-def _text_bytes(args: argparse.Namespace, files: Sequence[Path]) -> int | None:
-    """Return the size of the text in `files`; None = unknown until they are read."""
-    total = 0
-    for path in files:
-        if format_of(path, args.format) not in ("text", "jsonl") or is_compressed(path):
-            return None
-        total += path.stat().st_size
-    return total
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
