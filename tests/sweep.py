@@ -1,7 +1,7 @@
 """Fail the n-th file operation of a run, of `lm.prepare` and of an export, then rerun each.
 
-    python -m tests.sweep [run|resume|prepare|replace|export ...] [--count N] [--seed S] [--fault
-    kill|ENOSPC|...]
+    python -m tests.sweep [run|resume|tokenize|prepare|replace|export ...] [--count N] [--seed S]
+    [--fault kill|ENOSPC|...]
 
 N operations of each are chosen at random (default: all), and a fault for each. A killed process
 leaves every complete checkpoint or dataset intact. An error ends the command with at most three
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from lm.errors import command
 from tests.support.forked import PRELOADED
 
 FAULTS = {"kill": "kill"} | {
@@ -122,6 +123,47 @@ def verified(folder: Path) -> bool:
     return False
 
 
+def write_records() -> int:
+    for name, n_records in (("old.jsonl", 20), ("new.jsonl", 100)):
+        Path(name).write_text('{"text": "to be or not"}\n' * n_records)
+    Path("in.txt").write_text("to be or not" * 100)
+    Path("large").write_bytes(bytes(16 << 20))
+    return 0
+
+
+def tokenize(*names: str) -> int:
+    """Fill the cache with the data of runs."""
+    from lm.data.cache import describe_files
+    from lm.data.jsonl import JsonlDataset
+    from lm.data.text import read_text
+    from lm.data.tokenizer import ByteTokenizer
+
+    def run() -> int:
+        for name in names:
+            JsonlDataset([Path(name)], ByteTokenizer(), 64)
+        read_text([Path("in.txt")], ByteTokenizer())
+        describe_files([Path("large")])
+        return 0
+
+    os.environ["XDG_CACHE_HOME"] = str(Path("cache").absolute())
+    return command(run)()
+
+
+def entries(folder: Path) -> dict[str, bytes]:
+    """Return the files of the complete entries of the cache."""
+    found: dict[str, bytes] = {}
+    for path in (folder / "cache" / "lm" / "tokens").glob("[!.]*/*"):
+        found[f"{path.parent.name}/{path.name}"] = path.read_bytes()
+    return found
+
+
+def has_entries(folder: Path) -> bool:
+    """Whether the entries of `tokenize("old.jsonl")` are complete."""
+    with_json_lines = 6
+    with_text = 3
+    return len(entries(folder)) >= with_json_lines + with_text
+
+
 def prepare(*options: str) -> int:
     from lm.prepare.__main__ import main
 
@@ -176,6 +218,12 @@ SCENARIOS = {
         lambda: train("max_steps=3"),
         trained,
         verified,
+    ),
+    "tokenize": Scenario(
+        lambda: write_records() or tokenize("old.jsonl"),
+        lambda: tokenize("old.jsonl", "new.jsonl"),
+        entries,
+        has_entries,
     ),
     "prepare": Scenario(
         lambda: write_text("To be", "or not"), lambda: prepare(*SPLIT), files, dataset

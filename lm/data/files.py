@@ -314,6 +314,17 @@ def read_line_blocks(path: Path) -> Iterator[bytes]:
         yield last_line
 
 
+class RawLine(NamedTuple):
+    """A line of a JSON Lines file, or an element of a JSON array."""
+
+    place: str
+    """file and line number, for errors"""
+    content: Any
+    """the bytes of a line, or the value of an element"""
+    size: int
+    """of the line (bytes)"""
+
+
 class JsonLine(NamedTuple):
     """A line of a JSON Lines file."""
 
@@ -332,6 +343,20 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
     Raises:
         ConfigError: a line or an element is not a JSON object, or the file cannot be read.
     """
+    for line in read_raw_lines(path):
+        yield parse_line(line, path)
+
+
+def parse_line(line: RawLine, path: Path) -> JsonLine:
+    """Return the record of a line of the file `path`."""
+    record = line.content
+    if isinstance(record, bytes):
+        record = _parse_json(record, line.place, path)
+    return JsonLine(line.place, _check_record(record, line.place), line.size)
+
+
+def read_raw_lines(path: Path) -> Iterator[RawLine]:
+    """Yield what `read_json_lines` parses."""
     blocks = read_line_blocks(path)
     first_block = next(blocks, b"")
     if first_block.lstrip().startswith(b"["):
@@ -342,16 +367,13 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
         for line in io.BytesIO(block):
             number += 1
             if line.strip():
-                place = f"{path}:{number}"
-                record = _check_record(_parse_json(line, place, path), place)
-                yield JsonLine(place, record, len(line))
+                yield RawLine(f"{path}:{number}", line, len(line))
 
 
-def _read_json_array(path: Path, content: bytes) -> Iterator[JsonLine]:
+def _read_json_array(path: Path, content: bytes) -> Iterator[RawLine]:
     records = _parse_json(content, str(path), path)
     for i, record in enumerate(records):
-        place = f"{path}[{i}]"
-        yield JsonLine(place, _check_record(record, place), len(content) // len(records))
+        yield RawLine(f"{path}[{i}]", record, len(content) // len(records))
 
 
 def _parse_json(content: bytes, place: str, path: Path) -> Any:

@@ -7,6 +7,7 @@ labels are counted, and what may be content is refused.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -66,6 +67,42 @@ _MAX_LABEL_LENGTH = 200
 """characters of the strings of a value that is not content"""
 
 
+@dataclass
+class ReadingNotes:
+    """How many records were read otherwise than they are in the data."""
+
+    layouts: Counter[str] = field(default_factory=Counter)
+    """of other layouts than messages, by their keys"""
+    unread: Counter[str] = field(default_factory=Counter)
+    """with a key that was not read"""
+    others: Counter[str] = field(default_factory=Counter)
+    """by what was done"""
+
+    def add(self, other: ReadingNotes) -> None:
+        self.layouts.update(other.layouts)
+        self.unread.update(other.unread)
+        self.others.update(other.others)
+
+    def take(self) -> ReadingNotes:
+        """Return what was counted, and count from 0."""
+        taken = copy.deepcopy(self)
+        for counter in (self.layouts, self.unread, self.others):
+            counter.clear()
+        return taken
+
+    def describe(self, *, has_template: bool) -> list[str]:
+        """Return a line on each; `has_template` = of a tokenizer with a chat template."""
+        how = "as chats with the chat template"
+        if not has_template:
+            how = "as prompt, newline and completion"
+        notes = [f"{keys} of {n} records are read {how}" for keys, n in self.layouts.items()]
+        if self.unread:
+            counts = ", ".join(f"{key} of {n}" for key, n in self.unread.most_common())
+            notes.append(f"not read: {counts} records")
+        notes += [f"{n} {what}" for what, n in self.others.items()]
+        return notes
+
+
 @dataclass(frozen=True)
 class LayoutReader:
     """Reads records of all layouts as messages, prompt and completion, or text.
@@ -73,15 +110,12 @@ class LayoutReader:
     Args:
         template: the chat template; None = the tokenizer has none, so that questions and replies
             become prompts and completions.
+        notes: to which it adds.
     """
 
     text_field: str
     template: str | None
-
-    _layouts: Counter[str] = field(default_factory=Counter)
-    """records of other layouts than messages, by their keys"""
-    _unread: Counter[str] = field(default_factory=Counter)
-    """records with a key that was not read"""
+    notes: ReadingNotes = field(default_factory=ReadingNotes)
 
     def read(self, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return a record as messages, or as prompt and completion; None = it is text.
@@ -108,19 +142,8 @@ class LayoutReader:
             converted["tools"] = _decode(values.get("tools"))
         self._check_others(values, keys, placed)
         if keys not in (["messages"], ["prompt", "completion"]):
-            self._layouts[", ".join(keys)] += 1
+            self.notes.layouts[", ".join(keys)] += 1
         return converted
-
-    def describe(self) -> list[str]:
-        """Return how the records were read, and what of them was not."""
-        how = "as chats with the chat template"
-        if self.template is None:
-            how = "as prompt, newline and completion"
-        notes = [f"{keys} of {n} records are read {how}" for keys, n in self._layouts.items()]
-        if self._unread:
-            counts = ", ".join(f"{key} of {n}" for key, n in self._unread.most_common())
-            notes.append(f"not read: {counts} records")
-        return notes
 
     def _find_layout(self, values: Mapping[str, Any]) -> list[str]:
         """Return the keys that a chat, a question or a prompt is read by; [] = it is none."""
@@ -168,7 +191,7 @@ class LayoutReader:
         messages: list[dict[str, Any]] = []
         for i, turn in enumerate(turns):
             messages.append(self._read_turn(turn, f"{place}[{i}]", unread))
-        self._unread.update(f"{place}[].{key}" for key in sorted(unread))
+        self.notes.unread.update(f"{place}[].{key}" for key in sorted(unread))
         return messages
 
     def _read_turn(self, turn: Any, place: str, unread: set[str]) -> dict[str, Any]:
@@ -228,7 +251,7 @@ class LayoutReader:
     def _count_unread(self, values: Mapping[str, Any], placed: Set[str]) -> list[str]:
         """Return the keys of a record that are not read, and not empty, and count them."""
         others = [key for key in values if key not in placed and not _is_empty(values[key])]
-        self._unread.update(others)
+        self.notes.unread.update(others)
         return others
 
     def _repeats(self, values: Mapping[str, Any], keys: Sequence[str], other: str) -> bool:

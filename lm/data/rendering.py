@@ -6,14 +6,13 @@ import functools
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
 from lm.data.files import JsonLine, get_text, load_json
-from lm.data.layouts import LayoutReader
+from lm.data.layouts import LayoutReader, ReadingNotes
 from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
@@ -60,8 +59,7 @@ class RecordRenderer:
     text_field: str
     completion_only: bool
 
-    notes: Counter[str] = field(default_factory=Counter)
-    """what was read otherwise than it is in the data, each with how many there are"""
+    notes: ReadingNotes = field(default_factory=ReadingNotes)
     _problems: dict[ChatTemplate, str | None] = field(default_factory=dict)
     """of the chat templates that were used"""
 
@@ -86,18 +84,14 @@ class RecordRenderer:
 
     @functools.cached_property
     def layouts(self) -> LayoutReader:
-        try:
-            template = self.tokenizer.all_templates.text
-        except ConfigError:
-            template = None
-        return LayoutReader(self.text_field, template)
+        return LayoutReader(self.text_field, find_template_text(self.tokenizer), self.notes)
 
     def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
         prompt = get_text(record, "prompt")
         text = prompt + get_text(record, "completion")
         if self.layouts.template is not None:
             what = "records are prompt and completion as texts, trained without the chat template"
-            self.notes[f"{what} that lm.generate --chat uses"] += 1
+            self.notes.others[f"{what} that lm.generate --chat uses"] += 1
         spans = None
         if self.completion_only:
             spans = [Span(len(prompt), len(text))]
@@ -173,7 +167,7 @@ class RecordRenderer:
             )
             raise ConfigError(f"{problem}; {remedy}")
         what = "records without the thinking of earlier replies, which the chat template leaves out"
-        self.notes[what] += 1
+        self.notes.others[what] += 1
 
     @functools.cached_property
     def _probe(self) -> TemplateProbe:
@@ -292,7 +286,9 @@ class RecordRenderer:
             listed = arguments.get(str(call.get("name")), frozenset())
             read["arguments"] = _drop_nulls(call["arguments"], listed)
             if read["arguments"] != call["arguments"]:
-                self.notes["calls of tools without nulls of arguments, which tables add"] += 1
+                self.notes.others[
+                    "calls of tools without nulls of arguments, which tables add"
+                ] += 1
         return read
 
     def _check_weight(self, message: Mapping[str, Any], key: str, i: int) -> None:
@@ -306,6 +302,14 @@ class RecordRenderer:
             raise ConfigError(f"{key}[{i}]: weight is {shown}; {rule}")
         if not self.completion_only:
             raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
+
+
+def find_template_text(tokenizer: Tokenizer) -> str | None:
+    """Return the chat templates of a tokenizer as one text; None = it has none."""
+    try:
+        return tokenizer.all_templates.text
+    except ConfigError:
+        return None
 
 
 def _skip_empty_thinking(chat: _Chat, message: Mapping[str, Any], span: Span) -> Span:

@@ -1,4 +1,4 @@
-"""Processes that read data ahead.
+"""Processes that read data ahead, or tokenize them.
 
 A worker iterates over what it is sent, and sends the items. It ends when the process that started
 it ends, even by SIGKILL, and even while the worker itself starts.
@@ -32,11 +32,22 @@ _SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 class Worker(Iterator[Any]):
     """A process that iterates over `items`, which pickle can send.
 
+    Args:
+        key: the hyperparameter that errors name.
+        remedy: what to do if memory runs out.
+
     It is not one of multiprocessing: those import the main program before they could ask the kernel
     to end with it, and their queues have semaphores in /dev/shm.
     """
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        items: Iterable[Any],
+        key: str = "data_workers",
+        remedy: str = "lower data_workers",
+    ) -> None:
+        self._key = key
+        self._remedy = remedy
         self._connection, its_end = Pipe()
         arguments = [str(os.getpid()), str(its_end.fileno())]
         variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"}
@@ -73,8 +84,8 @@ class Worker(Iterator[Any]):
         ended = f"ended with code {code}"
         if code < 0:
             ended = f"was killed by {signal.Signals(-code).name}"
-        advice = "if memory ran out, lower data_workers"
-        return RunError(f"data_workers: a data worker {ended}; {advice}", rank_local=True)
+        problem = f"{self._key}: a data worker {ended}; if memory ran out, {self._remedy}"
+        return RunError(problem, rank_local=True)
 
     def close(self) -> None:
         """End the process."""

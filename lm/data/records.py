@@ -1,0 +1,226 @@
+"""Records of JSON Lines as arrays of tokens, tokenized in pieces on all cores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm.data.files import JsonLine, RawLine, parse_line, raise_together, read_raw_lines
+from lm.data.layouts import ReadingNotes
+from lm.data.parallel import count_workers, run_in_order
+from lm.data.progress import progress_bar
+from lm.data.rendering import RecordRenderer, RenderedRecord
+from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
+from lm.errors import ConfigError, error_prefix
+from lm.launch.launch import is_rank0
+
+_HOLD_OUT_EVERY = 20
+"""One of so many lines is for validation, unless there is a file for it."""
+_CHATS_LAST = 1024
+"""Records of a file of which those that are chats come last."""
+_PIECE_BYTES = 1 << 17
+"""after which a piece ends; the tokenizer takes 200 bytes for each"""
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What the tokens of records depend on besides the tokenizer."""
+
+    seq_len: int
+    text_field: str
+    completion_only: bool
+    held_out: bool | None
+    """True = only every 20th line, for validation; False = only the others; None = all"""
+
+    def selects(self, number: int) -> bool:
+        """Return whether the line `number` is read."""
+        return self.held_out is None or self.held_out == (number % _HOLD_OUT_EVERY == 0)
+
+
+class TokenizedSample(NamedTuple):
+    """A record, truncated to a sequence and the target of its last token."""
+
+    ids: NDArray[np.uint32]
+    """(tokens + 1,)"""
+    is_target: NDArray[np.bool_]
+    """(tokens,): whether the next token is learned"""
+    full_length: int
+    """tokens before truncation"""
+    turn: int
+    """samples are ordered by it; those of one turn are as they are yielded"""
+
+
+@dataclass(frozen=True)
+class TokenizedPiece:
+    """Consecutive lines of a file."""
+
+    file: int
+    """number of the file"""
+    size: int
+    """bytes of input"""
+    samples: Sequence[TokenizedSample]
+    dropped: Sequence[int]
+    """of each record without targets: the sequence length that it needs for one; 0 = none"""
+    notes: ReadingNotes
+    has_bytes: bool
+    """whether the ids tell how many bytes of text they are"""
+    error: ConfigError | None
+    """that ends the file"""
+
+
+def tokenize_files(
+    files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
+) -> Generator[TokenizedPiece]:
+    """Yield the samples of all files in order, tokenized on all cores.
+
+    Raises:
+        ConfigError: invalid lines, the first of each file.
+    """
+    n_workers = count_workers(sum(path.stat().st_size for path in files))
+    errors: list[ConfigError] = []
+    remaining = files
+    with progress_bar("tokenizing", files, "jsonl", hidden=not is_rank0()) as progress:
+        while remaining:
+            jobs = _PieceTokenizer(remaining, tokenizer, options)
+            remaining = ()
+            with closing(run_in_order(jobs, n_workers)) as pieces:
+                for piece in pieces:
+                    progress.update(piece.size)
+                    if piece.error is not None:
+                        errors.append(piece.error)
+                        remaining = jobs.files[piece.file + 1 :]
+                        break
+                    if not errors:
+                        yield piece
+    raise_together(errors)
+
+
+@dataclass
+class _Piece:
+    """Lines that are tokenized together."""
+
+    file: int
+    first_line: int
+    """its number over all files"""
+    first_record: int
+    """the number of the first selected one; that of a file is a multiple of `_CHATS_LAST`"""
+    lines: list[RawLine] = field(default_factory=list)
+    size: int = 0
+
+
+class _TokenizedRecord(NamedTuple):
+    """Arrays of shape (tokens,)."""
+
+    ids: NDArray[np.uint32]
+    is_target: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _PieceTokenizer(Iterable[Callable[[], TokenizedPiece]]):
+    """Jobs that tokenize the files piece by piece."""
+
+    files: Sequence[Path]
+    tokenizer: Tokenizer
+    options: RecordOptions
+
+    def __iter__(self) -> Iterator[Callable[[], TokenizedPiece]]:
+        n_lines = 0
+        n_records = 0
+        for file, path in enumerate(self.files):
+            n_records += -n_records % _CHATS_LAST
+            piece = _Piece(file, n_lines, n_records)
+            error = None
+            try:
+                for line in read_raw_lines(path):
+                    piece.lines.append(line)
+                    piece.size += line.size
+                    n_records += self.options.selects(n_lines)
+                    n_lines += 1
+                    if piece.size >= _PIECE_BYTES:
+                        yield partial(self._tokenize, piece, None)
+                        piece = _Piece(file, n_lines, n_records)
+            except ConfigError as raised:
+                error = raised
+            yield partial(self._tokenize, piece, error)
+
+    @functools.cached_property
+    def _renderer(self) -> RecordRenderer:
+        return RecordRenderer(self.tokenizer, self.options.text_field, self.options.completion_only)
+
+    def _tokenize(self, piece: _Piece, error: ConfigError | None) -> TokenizedPiece:
+        """Tokenize a piece; `error` is that of what follows it in its file."""
+        samples: list[TokenizedSample] = []
+        dropped: list[int] = []
+        check = ByteCheck()
+        try:
+            records = list(self._renderer.render_lines(self._parse(piece)))
+            for is_chat in (False, True):
+                numbers = [i for i, record in enumerate(records) if record.is_chat is is_chat]
+                batch = [records[i] for i in numbers]
+                tokenized = _tokenize_batch(batch, self.tokenizer, check, are_chats=is_chat)
+                for i, record in zip(numbers, tokenized, strict=True):
+                    # The target of position i is token i + 1.
+                    is_target = record.is_target[1 : self.options.seq_len + 1]
+                    if not is_target.any():
+                        dropped.append(_needed_length(record))
+                        continue
+                    ids = record.ids[: self.options.seq_len + 1]
+                    turn = 2 * ((piece.first_record + i) // _CHATS_LAST) + is_chat
+                    samples.append(TokenizedSample(ids, is_target, len(record.ids) - 1, turn))
+        except ConfigError as raised:
+            error = raised
+        notes = self._renderer.notes.take()
+        return TokenizedPiece(
+            piece.file, piece.size, samples, dropped, notes, check.is_exact, error
+        )
+
+    def _parse(self, piece: _Piece) -> Iterator[JsonLine]:
+        """Yield the selected lines of a piece; the others must be valid, too."""
+        for number, raw_line in enumerate(piece.lines, piece.first_line):
+            line = parse_line(raw_line, self.files[piece.file])
+            if self.options.selects(number):
+                yield line
+
+
+def _tokenize_batch(
+    records: Sequence[RenderedRecord], tokenizer: Tokenizer, check: ByteCheck, *, are_chats: bool
+) -> Iterator[_TokenizedRecord]:
+    """Yield the tokens of records, all of them chats, or none."""
+    texts = [record.text for record in records]
+    try:
+        encodings = tokenizer.encode_with_ends(texts, add_special_tokens=not are_chats)
+    except ConfigError:
+        for record in records:
+            with error_prefix(record.place):
+                tokenizer.encode_with_ends([record.text], add_special_tokens=not are_chats)
+        raise
+    for record, (ids, ends) in zip(records, encodings, strict=True):
+        check.add(tokenizer, record.text, ids)
+        if record.target_spans is None:
+            is_target = np.full(len(ids), True)
+        else:
+            is_target = np.full(len(ids), False)
+            for span in record.target_spans:
+                is_target |= (ends > span.start) & (ends <= span.stop)
+        if are_chats:
+            yield _TokenizedRecord(ids, is_target)
+        else:
+            ended = end_text(ids, tokenizer.eos_id)
+            # The end of the text is a target, too.
+            yield _TokenizedRecord(ended, np.append(is_target[: len(ended) - 1], True))
+
+
+def _needed_length(record: _TokenizedRecord) -> int:
+    """Return the shortest sequence length with a target; 0 = the record has none."""
+    positions = np.flatnonzero(record.is_target[1:])
+    if len(positions) == 0:
+        return 0
+    return int(positions[0]) + 1

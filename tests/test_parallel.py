@@ -1,0 +1,120 @@
+"""Work shared by processes has the results of one, and ends with the one that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm.data.jsonl import JsonlDataset
+from lm.data.parallel import run_in_order
+from lm.data.tokenizer import load_tokenizer
+from lm.errors import ConfigError, RunError
+from tests.support import REPOSITORY
+
+
+def test_results_are_in_order() -> None:
+    jobs = [lambda i=i: i for i in range(5)]
+    assert list(run_in_order(jobs, 1)) == [0, 1, 2, 3, 4]
+    words = ["to", "be", "or", "not", "to"]
+    assert list(run_in_order([word.upper for word in words], 3)) == [word.upper() for word in words]
+
+
+def write_records(path: Path, n_records: int) -> Path:
+    """Write texts and prompts with completions, in several pieces, with keys that are not read."""
+    lines: list[str] = []
+    for i in range(n_records):
+        record: dict[str, Any] = {"text": f"{i} " * (i % 90)}
+        if i % 3 == 1:
+            record = {"instruction": f"count to {i}", "output": "1, 2, " * 20, "kind": "a"}
+        lines.append(json.dumps(record))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("held_out", [None, True, False])
+def test_workers_write_the_arrays_of_one_process(
+    held_out: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write_records(tmp_path / f"{n}.jsonl", n) for n in (2500, 1, 700)]
+    datasets: list[JsonlDataset] = []
+    for n_workers in (1, 3):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(n_workers)))
+        monkeypatch.setattr("lm.data.records.count_workers", lambda _, n=n_workers: n)
+        datasets.append(JsonlDataset(files, load_tokenizer("bytes"), 128, held_out=held_out))
+    one, three = datasets
+    assert one.fingerprint() == three.fingerprint()
+    assert one.note is not None
+    assert "not read: kind of" in one.note
+    assert one.note == three.note
+    for index in range(len(one)):
+        assert np.array_equal(one[index].targets, three[index].targets)
+        assert one.count_targets(index) == three.count_targets(index)
+
+
+def test_progress_counts_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm.data.progress.LOG_SECONDS", 0.0)
+    path = write_records(tmp_path / "a.jsonl", 2500)
+    JsonlDataset([path], load_tokenizer("bytes"), 128)
+    last = capsys.readouterr().err.split("\r")[-1]
+    size = f"{path.stat().st_size / 1000:.0f}k"
+    assert "tokenizing: 100%" in last
+    assert f" {size}/{size} " in last
+
+
+def test_workers_find_the_first_error_of_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write_records(tmp_path / f"{i}.jsonl", 2500) for i in range(4)]
+    for path in files[1:3]:
+        with path.open("a") as file:
+            file.write('\n{"text": 1}\n{"text"')
+    monkeypatch.setattr("lm.data.records.count_workers", lambda _: 3)
+    with pytest.raises(ConfigError) as caught:
+        JsonlDataset(files, load_tokenizer("bytes"), 128)
+    rule = "'text' is 1, not text; remove or correct the record"
+    assert caught.value.problems == tuple(f"{path}:2501: {rule}" for path in files[1:3])
+
+
+def test_killed_worker_is_one_line() -> None:
+    with closing(run_in_order([os.getpid, os.abort], 2)) as results:
+        next(results)
+        with pytest.raises(RunError, match=r"^dataset: a data worker was killed by SIGABRT; "):
+            next(results)
+
+
+OWNER = """
+import os, signal
+from lm.data.parallel import run_in_order
+
+for pid in run_in_order([os.getpid, os.getpid, signal.pause, signal.pause], 2):
+    print(pid, flush=True)
+"""
+
+
+def test_workers_end_with_their_owner() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        workers = [os.pidfd_open(int(owner.stdout.readline())) for _ in range(2)]
+        owner.send_signal(signal.SIGKILL)
+    for worker in workers:
+        poll = select.poll()
+        poll.register(worker, select.POLLIN)  # readable once the process has ended
+        assert poll.poll(60_000)
+        os.close(worker)
