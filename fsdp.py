@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 if __name__ == "__main__":
-    from lm.launch.startup import setup_environment
+    from lm.start import start_run
 
-    setup_environment()  # before torch is imported
+    start_run()  # before torch is imported, which takes seconds
 
 import determined as det
 import torch
@@ -45,6 +45,7 @@ from lm.checkpoint.checkpointer import Checkpointer, State
 from lm.checkpoint.manifest import TrainingProgress
 from lm.checkpoint.open_store import open_store
 from lm.checkpoint.store import CheckpointStore
+from lm.command_line import parse_arguments
 from lm.config import Hyperparameters
 from lm.data.loader import Batch, Loader
 from lm.data.validation import ValidationSums
@@ -53,7 +54,7 @@ from lm.determined.context import TorchDistributedContext
 from lm.determined.search import SearchStop, read_experiment, step_to_stop_at
 from lm.errors import ConfigError, RunError
 from lm.hf import adapters, weights
-from lm.launch.console import announce, record_error
+from lm.launch.console import announce, print_error, record_error
 from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.spawn import run_and_exit
 from lm.metrics.accumulator import MetricsAccumulator
@@ -90,16 +91,13 @@ class Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, and train with them. Return the exit code."""
-    args = config.parse_arguments(arguments)
-    launch = Launch()
+    args = parse_arguments(arguments)
     try:
         launch = Launch.from_env(os.environ)
         job = read_job(args)
         world = join_world(launch, job.hp.run.collective_timeout, job.hp.parallel.cpu_offload)
     except RunError as error:
-        record_error(str(error))
-        if error.rank_local or launch.local_rank == 0:  # each machine prints its own errors
-            print(error, file=sys.stderr)
+        print_error(error)
         return error.exit_code
     return train_together(job, world)
 

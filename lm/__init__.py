@@ -8,12 +8,15 @@
 5  lm.evaluate                                   another: the score of tasks
 5  lm.memory                                     whether the ranks have room for what a run keeps
 5  lm.resume                                     which checkpoint a run resumes from
+5  lm.start                                      what precedes the import of PyTorch
 4  lm.config, lm.hf                              all hyperparameters; Hugging Face models
 3  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
 2  lm.training, lm.metrics, lm.data              what a step is made of
-1  lm.sampling, lm.runtime, lm.determined        text from a model; the ranks; the master
-0  model.py, lm.launch, lm.seeds, lm.shards      import of ours only what follows
-0  lm.fileio, lm.strict_yaml, lm.units
+2  lm.sampling                                   text from a model
+1  model.py, lm.runtime, lm.determined           the model; the ranks; the master
+1  lm.command_line                               of fsdp.py
+0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows
+0  lm.model_config, lm.strict_yaml, lm.units
    lm.errors, lm.fields, lm.presets               import nothing of ours
 
 Imports go down only, and parts on one floor do not import each other. A name is a module or a

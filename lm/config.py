@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
 import json
 import math
-import os
 import re
-import shlex
 import shutil
 import sys
 import textwrap
@@ -31,26 +28,26 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from lm.checkpoint.checkpointer import CheckpointConfig
+from lm.checkpoint.config import CheckpointConfig
+from lm.data.config import DataConfig
 from lm.data.hub_cache import find_directory
-from lm.data.run_data import DataConfig, default_vocab_size
-from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command, error_prefix
 from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of, need_of
-from lm.fileio import home_path
 from lm.launch.console import warn
-from lm.metrics.accumulator import MetricsConfig
+from lm.metrics.config import MetricsConfig
+from lm.model_config import ModelConfig
 from lm.presets import PRESETS
 from lm.tasks.questions import TasksConfig
-from lm.training import float8, lora
-from lm.training.lora import LoraConfig
-from lm.training.optim import OptimConfig
-from lm.training.parallelize import ParallelConfig
-from lm.training.precision import PrecisionConfig
-from lm.training.profiling import ProfilingConfig
-from lm.training.skipping import SkipConfig
-from lm.training.transfer import TransferConfig
-from model import ModelConfig
+from lm.training import config as training
+from lm.training.config import (
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ProfilingConfig,
+    SkipConfig,
+    TransferConfig,
+)
 
 REPOSITORY = Path(__file__).parent.parent
 DEFAULT_STEPS = 100
@@ -168,12 +165,12 @@ class Hyperparameters:
     @property
     def n_trained_parameters(self) -> int:
         """Number of trained parameters: those of the adapters, or all."""
-        return lora.n_trained_parameters(self.lora, self.model)
+        return training.n_trained_parameters(self.lora, self.model)
 
     @property
     def training_flops_per_token(self) -> float:
         """FLOPs per token of forward and backward at `max_seq_len`."""
-        return lora.training_flops_per_token(self.lora, self.model)
+        return training.training_flops_per_token(self.lora, self.model)
 
 
 PARTS: Mapping[str, type[Config]] = get_type_hints(Hyperparameters)
@@ -224,87 +221,6 @@ def _json_schema() -> dict[str, Any]:
 _SCHEMA = _json_schema()
 
 
-# ---- the command line
-
-
-def as_overrides(arguments: Sequence[str]) -> list[str]:
-    """Rewrite `--lr=1e-3` and `--lr 1e-3` on a command line to `lr=1e-3`.
-
-    Leaves out `--local-rank`, which torch.distributed.launch and DeepSpeed add to LOCAL_RANK.
-    """
-    rewritten: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        is_option = key in ("", "config", "dry-run", "help")
-        if is_option or not argument.startswith("--"):
-            rewritten.append(argument)
-            continue
-        if not equals:
-            value = next(rest, "")
-        name = key.replace("-", "_")
-        if name != "local_rank":
-            rewritten.append(f"{name}={value}")
-    return rewritten
-
-
-def rerun_command(*overrides: str) -> str:
-    """Return the command of this process with other `overrides`, as make spells it if make ran it.
-
-    Launchers other than make and lm.launch are left out.
-    """
-    changed = {override.partition("=")[0] for override in overrides}
-    arguments: list[str] = []
-    for argument in as_overrides(sys.argv[1:]):
-        key, equals, _ = argument.partition("=")
-        is_replaced = equals != "" and key in changed
-        if argument != "--dry-run" and not is_replaced:
-            arguments.append(argument)
-    arguments += overrides
-    target = os.environ.get("MAKE_TARGET")
-    if target is None:
-        launcher = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
-        return shlex.join([*launcher, sys.argv[0], *arguments])
-    _, config, *hyperparameters = arguments  # as in the Makefile
-    variables = [f"CONFIG={shlex.quote(config)}"]
-    if os.environ.get("NPROC"):  # on make's command line
-        variables.append(f"NPROC={os.environ['NPROC']}")
-    args = shlex.join(hyperparameters).replace("$", "$$")
-    if re.search(r"[\"$`\\!]", args):
-        args = shlex.quote(args)
-    else:
-        args = f'"{args}"'
-    return f"make {target} {' '.join(variables)} ARGS={args}"
-
-
-HELP = "python -m lm.config lists all hyperparameters, python -m lm.config KEY describes one."
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line of fsdp.py: `config`, `overrides`, `dry_run`.
-
-    Args:
-        arguments: None = those of this process.
-    """
-    parser = argparse.ArgumentParser(
-        description="Train a language model with PyTorch FSDP.", epilog=HELP
-    )
-    parser.add_argument(
-        "--config", type=home_path, default=Path("config.yaml"), help="experiment (%(default)s)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="hyperparameters to change"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything, print the memory of a step, then exit",
-    )
-    if arguments is None:
-        arguments = sys.argv[1:]
-    return parser.parse_intermixed_args(as_overrides(arguments))
-
-
 # ---- reading
 
 ModelDefaults = Callable[[str], Mapping[str, Any]]
@@ -343,6 +259,7 @@ class _Draft:
     """keys that are set on the command line"""
     errors: dict[tuple[str, ...], ConfigError] = field(default_factory=dict)
     """by key, e.g. ("lr",) or ("rope_scaling", "factor")"""
+    warnings: list[str] = field(default_factory=list)
 
     def set(self, key: str, value: Any, label: str) -> None:
         self.values[key] = value
@@ -355,6 +272,14 @@ class _Draft:
         """Add an error of `key`; `label` names what is wrong if it is not where the key is set."""
         path = (key,)
         self.errors[path] = ConfigError(f"{label or self.label(key)}: {problem}")
+
+    def raise_errors(self) -> None:
+        """Raise the errors, if any, in the order of the keys."""
+        if not self.errors:
+            return
+        position = {key: index for index, key in enumerate(self.values)}
+        paths = sorted(self.errors, key=lambda path: position.get(path[0], -1))
+        raise ConfigError.merge(self.errors[path] for path in paths)
 
     @property
     def preset(self) -> Mapping[str, Any]:
@@ -392,19 +317,10 @@ def read_hyperparameters(
     Raises:
         ConfigError: lists every problem.
     """
-    draft = _read_section(contents, name, lines or {})
-    for override in overrides:
-        _apply_override(draft, override)
-    _drop_replaced(draft, name)
-    _resolve_search(draft)
-    _apply_max_length(draft, contents, name, lines or {})
-    if draft.values.get("vocab_size") is None:
-        draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
+    draft = _read_draft(contents, overrides, name, lines or {})
+    for warning in draft.warnings:
+        warn(warning)
     its_keys: Mapping[str, Any] = {}
-    for key in ("init_from", "resume"):
-        if isinstance(draft.values.get(key), str):
-            with error_prefix(key):
-                draft.values[key] = find_directory(draft.values[key])
     if defaults is not None and isinstance(draft.values.get("init_from"), str):
         its_keys = defaults(draft.values["init_from"])
         _apply_model_defaults(draft, its_keys)
@@ -416,7 +332,48 @@ def read_hyperparameters(
     has_vocab_size = "vocab_size" in draft.values or "vocab_size" in draft.preset
     if hp.data.dataset == "synthetic" or has_vocab_size:
         return hp
+    from lm.data.run_data import default_vocab_size
+
     return hp.replace(vocab_size=default_vocab_size(hp.data))
+
+
+def check_values(path: Path, overrides: Sequence[str]) -> None:
+    """Check what `load_hyperparameters` reads of a file, as far as that needs no other file.
+
+    So it is fast, and needs no PyTorch. What the model of `init_from` sets is unknown here: with
+    it, every value is checked by itself.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    from lm import strict_yaml
+
+    contents, lines = strict_yaml.load_experiment(path)
+    draft = _read_draft(contents, overrides, str(path), lines)
+    if draft.values.get("init_from") is None:
+        _check_combinations(_validate(draft), draft)
+    else:
+        _validate_parts(draft, relations=False)
+        draft.raise_errors()
+
+
+def _read_draft(
+    contents: Mapping[str, Any], overrides: Sequence[str], name: str, lines: Mapping[str, int]
+) -> _Draft:
+    """Return what the config and the command line set."""
+    draft = _read_section(contents, name, lines)
+    for override in overrides:
+        _apply_override(draft, override)
+    _drop_replaced(draft, name)
+    _resolve_search(draft)
+    _apply_max_length(draft, contents, name, lines)
+    if draft.values.get("vocab_size") is None:
+        draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
+    for key in ("init_from", "resume"):
+        if isinstance(draft.values.get(key), str):
+            with error_prefix(key):
+                draft.values[key] = find_directory(draft.values[key])
+    return draft
 
 
 def _location(name: str, lines: Mapping[str, int], key: str) -> str:
@@ -507,7 +464,7 @@ def _drop(draft: _Draft, keys: Collection[str], cause: str, name: str) -> None:
     shown = [f"{key}: {_show(draft.values.pop(key))}" for key in replaced]
     if shown:
         value = _show(draft.values[cause]).strip('"')
-        warn(f"{cause}={value} overrides {', '.join(shown)} of {name}")
+        draft.warnings.append(f"{cause}={value} overrides {', '.join(shown)} of {name}")
 
 
 def _resolve_search(draft: _Draft) -> None:
@@ -556,6 +513,8 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
         label = draft.labels.get("tokenizer", f"init_from: {source}: tokenizer")
         draft.set("tokenizer", its_tokenizer, label)
     elif isinstance(tokenizer, str) and its_tokenizer is not None:
+        from lm.data.tokenizer import load_tokenizer
+
         try:
             differs = load_tokenizer(tokenizer).identity != load_tokenizer(its_tokenizer).identity
         except ConfigError as error:
@@ -630,13 +589,13 @@ def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[s
         raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}")
     model = _model_of(defaults)
     its_keys = {key: defaults[key] for key in LoraConfig.model_fields}
-    structure = lora.structure(LoraConfig.model_validate(its_keys), model)
+    structure = training.adapter_structure(LoraConfig.model_validate(its_keys), model)
     for key in [key for key in structure if key in given]:
         try:
             config = LoraConfig.model_validate(its_keys | {key: given[key]})
         except ValidationError:
             continue  # `_validate` reports it
-        if lora.structure(config, model)[key] != structure[key]:
+        if training.adapter_structure(config, model)[key] != structure[key]:
             problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
             draft.refuse(key, f"{problem}; remove {key}, or use other adapters")
 
@@ -646,15 +605,25 @@ _MAX_UNKNOWN = 20
 
 
 def _validate(draft: _Draft) -> Hyperparameters:
-    """Return the hyperparameters, or raise all errors in the order of the keys.
+    """Return the hyperparameters, or raise all errors in the order of the keys."""
+    parts = _validate_parts(draft)
+    draft.raise_errors()
+    return Hyperparameters(**parts)
+
+
+def _validate_parts(draft: _Draft, relations: bool = True) -> dict[str, Any]:
+    """Return the parts that are valid, by name, and add the errors of all others to `draft`.
 
     An error in one part does not hide the relations between keys of another.
+
+    Args:
+        relations: whether to add errors that concern several keys of a part.
     """
     unknown = [key for key in draft.values if key not in FIELDS]
     for key in unknown[:_MAX_UNKNOWN]:
-        if key in lora.UNSUPPORTED:
+        if key in training.UNSUPPORTED:
             remedy = f"remove {key}, or train all weights with lora_rank: null"
-            draft.refuse(key, f"{lora.UNSUPPORTED[key]}; {remedy}")
+            draft.refuse(key, f"{training.UNSUPPORTED[key]}; {remedy}")
             continue
         known = list(FIELDS)
         if key in draft.arguments:
@@ -671,12 +640,8 @@ def _validate(draft: _Draft) -> Hyperparameters:
         try:
             parts[name] = part.model_validate(_of_part(draft.values, part))
         except ValidationError as invalid:
-            _add_errors(draft, invalid)
-    if draft.errors:
-        position = {key: index for index, key in enumerate(draft.values)}
-        paths = sorted(draft.errors, key=lambda path: position.get(path[0], -1))
-        raise ConfigError.merge(draft.errors[path] for path in paths)
-    return Hyperparameters(**parts)
+            _add_errors(draft, invalid, relations)
+    return parts
 
 
 def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
@@ -707,8 +672,9 @@ def _find_unread(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
 def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     """Yield keys of different parts that do not fit together, with the reason and the remedy."""
     n_tokens = hp.data.batch_size * hp.model.max_seq_len
-    if hp.precision.float8 and n_tokens % float8.MULTIPLE:
-        problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {float8.MULTIPLE}"
+    multiple = training.FLOAT8_MULTIPLE
+    if hp.precision.float8 and n_tokens % multiple:
+        problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {multiple}"
         yield "float8", problem
     if hp.optim.optimizer == "muon" and hp.parallel.cpu_offload:
         problem = "muon does not update parameters in host memory (cpu_offload: true)"
@@ -727,7 +693,7 @@ def _find_problems_of_adapters(hp: Hyperparameters) -> Iterator[tuple[str, str]]
     rank = hp.lora.lora_rank
     if rank is None:
         return
-    yield from lora.adapter_problems(hp.lora, hp.model)
+    yield from training.adapter_problems(hp.lora, hp.model)
     if hp.optim.optimizer == "muon":
         yield "optimizer", f"muon does not train adapters (lora_rank: {rank}); use adamw"
     if hp.checkpoint.init_from is None:
@@ -758,13 +724,13 @@ _TYPES = {
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
-def _add_errors(draft: _Draft, invalid: ValidationError) -> None:
+def _add_errors(draft: _Draft, invalid: ValidationError, relations: bool) -> None:
     """Add the errors of a part to `draft`, one for each key."""
     # The innermost first: a mapping's wrong key hides that the mapping is not a string either.
     for problem in sorted(invalid.errors(), key=lambda problem: -len(problem["loc"])):
         if problem["loc"]:
             _add_error_of_value(draft, problem)
-        else:
+        elif relations:
             _add_errors_of_relations(draft, problem)
 
 
@@ -959,9 +925,8 @@ def markdown_page() -> str:
         "`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for"
         " editors.",
     ]
-    for part in PARTS.values():
-        path = Path(inspect.getfile(part)).relative_to(REPOSITORY)
-        lines += ["", f"## {path}", "", _summary(part), ""]
+    for name, part in PARTS.items():
+        lines += ["", f"## {name.capitalize()}", "", _summary(part), ""]
         lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
         for row in _key_rows(part):
             lines.append(f"| `{row.key}` | `{row.default}` | {row.accepted} | {row.meaning} |")

@@ -38,6 +38,7 @@ from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
+from lm.model_config import ModelConfig
 from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
@@ -46,9 +47,8 @@ from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.scoring import metric_names
 from lm.tasks.task import Task
 from lm.training import parallelize
-from lm.training.skipping import WINDOW
+from lm.training.config import WINDOW
 from lm.units import format_parameters
-from model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -314,6 +314,7 @@ def preflight(
         date = world.on_rank0(start_date, resume_plan, store)
     with world.all_or_none():
         choose_cache(dry_run)
+        parallelize.check_offload(hp.parallel)
         mesh = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
         batch_size = derive_global_batch_size(hp.data, world.size)
     memory = check_memory(hp, amp_dtype, world)

@@ -35,15 +35,16 @@ from lm.checkpoint.manifest import (
     describe_invalid,
 )
 from lm.checkpoint.store import CheckpointStore
-from lm.config import FIELDS, rerun_command
-from lm.data.run_data import DataConfig
+from lm.command_line import rerun_command
+from lm.config import FIELDS
+from lm.data.config import DataConfig
 from lm.determined.search import OTHER_INPUTS, search_inputs
 from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
 from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
-from lm.training.optim import OptimConfig, learning_rate
-from lm.training.skipping import WINDOW
+from lm.training.config import WINDOW, OptimConfig
+from lm.training.optim import learning_rate
 from lm.units import format_bytes
 
 FIXED = keys_that_are("fixed", FIELDS)

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm import config
+from lm import command_line, config
 from lm.errors import ConfigError
 from lm.fields import CHANGES, need_of
 from lm.presets import PRESETS
@@ -836,7 +836,7 @@ def test_hyperparameters_as_flags() -> None:
         "--",
         "--help",
     ]
-    assert config.as_overrides(arguments) == expected
+    assert command_line.as_overrides(arguments) == expected
 
 
 @pytest.mark.parametrize(
@@ -864,7 +864,7 @@ def test_rerun_command_is_spelled_as_it_was_started(
     monkeypatch.setenv(variable, value)
     arguments = ["--config", "exp.yaml", "--max-steps", "2", "prompt=a $b", "--dry-run"]
     monkeypatch.setattr(sys, "argv", ["fsdp.py", *arguments])
-    assert config.rerun_command("max_steps=4") == expected
+    assert command_line.rerun_command("max_steps=4") == expected
 
 
 def test_rerun_command_of_plain_overrides_is_easy_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -872,7 +872,7 @@ def test_rerun_command_of_plain_overrides_is_easy_to_read(monkeypatch: pytest.Mo
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setattr(sys, "argv", ["fsdp.py", "--config", "exp.yaml", "lr=1e-3"])
     expected = 'make train CONFIG=exp.yaml ARGS="lr=1e-3 resume=fresh"'
-    assert config.rerun_command("resume=fresh") == expected
+    assert command_line.rerun_command("resume=fresh") == expected
 
 
 def test_model_override_replaces_the_shape_in_the_file(
@@ -952,5 +952,5 @@ def test_names_of_other_trainers_are_translated() -> None:
 
 @pytest.mark.parametrize("argument", ["--local-rank=1", "--local_rank=1"])
 def test_rank_that_a_launcher_adds_is_no_hyperparameter(argument: str) -> None:
-    args = config.parse_arguments([argument, "--config", "x.yaml", "--lr=1e-3"])
+    args = command_line.parse_arguments([argument, "--config", "x.yaml", "--lr=1e-3"])
     assert args.overrides == ["lr=1e-3"]

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lm.checkpoint.__main__ import main
-from lm.checkpoint.contents import MAX_ENTRY_BYTES, load_weights, most_bytes
+from lm.checkpoint.contents import load_weights
+from lm.checkpoint.layout import MAX_ENTRY_BYTES, most_bytes
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, record
 from lm.checkpoint.tensor_files import Rows, write_tensors
 from lm.data.tokenizer import TOKENIZER_JSON

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp import build_model
 from lm.checkpoint import tensor_files
-from lm.checkpoint.tensor_files import TensorSlice
+from lm.checkpoint.headers import TensorSlice
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.runtime.world import MeshShape, World

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from fsdp import build_model
 from lm import config, generate
 from lm.checkpoint.contents import load_weights
+from lm.checkpoint.headers import read_headers
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
-from lm.checkpoint.tensor_files import read_headers
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import adapters, export, families, weights
@@ -345,7 +345,7 @@ def test_lora_computes_no_gradient_of_the_base(bases: dict[str, Path]) -> None:
     other_half = (
         6 * hp.model.n_layers * hp.model.n_heads * hp.model.head_width * hp.model.max_seq_len
     )
-    shapes = lora.layer_shapes(hp.model)
+    shapes = hp.model.layer_shapes
     first = [shapes[name] for name in ("q_proj", "k_proj", "v_proj")]
     unneeded = sum(2 * out * inner + 2 * 3 * inner for out, inner in first)
     expected = hp.training_flops_per_token + other_half - unneeded

@@ -168,6 +168,20 @@ def test_preset_has_the_published_number_of_parameters(name: str) -> None:
     assert sum(p.numel() for p in on_meta(config).parameters()) == PUBLISHED[name]
 
 
+@pytest.mark.parametrize("bias", ["ffn", "none", "qkv", "attention", "all"])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "rmsnorm-centered"])
+@pytest.mark.parametrize("qk_norm", ["none", "head", "projection"])
+def test_number_of_parameters_is_that_of_the_modules(bias: str, norm: str, qk_norm: str) -> None:
+    keys = {"bias": bias, "norm": norm, "qk_norm": qk_norm, "d_model": 24, "n_heads": 6}
+    for options in (
+        {"n_kv_heads": 2, "ffn": "swiglu", "norm_placement": "both", "tie_embeddings": True},
+        {"n_positions": 4096, "d_ff": 7, "norm_placement": "post"},
+        {"positions": "rope", "head_dim": 10, "ffn": "geglu", "n_layers": 3},
+    ):
+        config = ModelConfig.model_validate(keys | options)
+        assert config.n_parameters == sum(p.numel() for p in on_meta(config).parameters())
+
+
 def test_preset_is_overridden_by_explicit_keys() -> None:
     config = ModelConfig.model_validate({"model": "llama3-8b", "n_layers": 2, "vocab_size": 1000})
     assert (config.n_layers, config.vocab_size, config.d_model, config.norm) == (
@@ -610,7 +624,7 @@ def test_flex_attention_equals_attention_with_a_mask(
     tokens, document_ids = sequence.expand(2, -1), ids.expand(2, -1) if packed_documents else None
     with torch.no_grad():  # FlexAttention has no backward pass on the CPU
         expected = model(tokens, document_ids=document_ids)
-        monkeypatch.setattr(ModelConfig, "can_use_flex", lambda *_: True)
+        monkeypatch.setattr("model.can_use_flex", lambda *_: True)
         found = model(tokens, document_ids=document_ids)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert not isinstance(flex_masks[0].mask, BlockMask)

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from lm import evaluate, generate
+from lm.checkpoint.headers import read_headers
 from lm.checkpoint.manifest import read_manifest
-from lm.checkpoint.tensor_files import read_headers
 from lm.config import Hyperparameters
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main

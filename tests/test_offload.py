@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp import build_model
 from lm.config import Hyperparameters
+from lm.errors import ConfigError
 from lm.runtime.world import MeshShape, World
 from lm.training import parallelize
+from lm.training.config import ParallelConfig
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.ranks import in_world, run_ranks
 
@@ -175,9 +177,9 @@ def test_activation_offload_is_refused_where_it_would_copy_nothing() -> None:
     settings = {"activation_checkpointing": "selective", "activation_offload": True}
     not_compiled = settings | {"compile": False}
     with patch.object(parallelize, "OFFLOADS_SELECTED", new=False):
-        Hyperparameters.from_flat(settings)
-        Hyperparameters.from_flat(settings | {"compile": True})
-        with pytest.raises(ValueError, match="activation_offload"):
-            Hyperparameters.from_flat(not_compiled)
+        parallelize.check_offload(ParallelConfig.model_validate(settings))
+        parallelize.check_offload(ParallelConfig.model_validate(settings | {"compile": True}))
+        with pytest.raises(ConfigError, match="activation_offload"):
+            parallelize.check_offload(ParallelConfig.model_validate(not_compiled))
     with patch.object(parallelize, "OFFLOADS_SELECTED", new=True):
-        Hyperparameters.from_flat(not_compiled)
+        parallelize.check_offload(ParallelConfig.model_validate(not_compiled))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
 from lm import config
-from lm.checkpoint.tensor_files import read_headers
+from lm.checkpoint.headers import read_headers
 from lm.data.run_data import open_data
 from lm.data.sampler import SampledSource
 from lm.runtime.world import MeshShape, World

@@ -23,17 +23,9 @@ from safetensors.torch import load_file, save, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lm.checkpoint.headers import DTYPES, TensorSlice, full_shape, read_headers
 from lm.checkpoint.manifest import CheckpointError
-from lm.checkpoint.tensor_files import (
-    Source,
-    TensorSlice,
-    full_shape,
-    group_by_size,
-    owned_rows,
-    read_headers,
-    read_into,
-    write_tensors,
-)
+from lm.checkpoint.tensor_files import Source, group_by_size, owned_rows, read_into, write_tensors
 from lm.errors import RunError
 from lm.fileio import crc32c
 from lm.runtime.world import World
@@ -130,7 +122,7 @@ def test_read_rows_of_fused_and_transposed_tensors(tmp_path: Path) -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
 def test_full_shape_needs_slices_that_cover_once(rows: list[int], data: Any) -> None:
     slices = [
-        TensorSlice(Path(), 0, torch.float32, (n, 5), sum(rows[:i])) for i, n in enumerate(rows)
+        TensorSlice(Path(), 0, DTYPES["F32"], (n, 5), sum(rows[:i])) for i, n in enumerate(rows)
     ]
     assert full_shape(data.draw(st.permutations(slices))) == (sum(rows), 5)
     victim = data.draw(st.sampled_from(slices))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm.checkpoint.bucket import is_url
-from lm.checkpoint.contents import find_tensors, require_sizes_of_model, verify
+from lm.checkpoint.layout import find_tensors, require_sizes_of_model
 from lm.checkpoint.locate import find_checkpoint, locate_checkpoint, store_at
 from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
@@ -88,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify_parser.add_argument("path", type=find_directory, metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
     if args.command == "verify":
+        from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
+
         location = locate_checkpoint(args.path)
         path = find_checkpoint(location)
         manifest = read_manifest(path)

@@ -24,18 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.bucket import is_url
-from lm.checkpoint.contents import (
-    describe_state,
-    find_tensors,
-    match_tensors,
-    read_tensors,
-    verify_files,
-)
+from lm.checkpoint.config import CheckpointConfig
+from lm.checkpoint.contents import describe_state, match_tensors, read_tensors, verify_files
+from lm.checkpoint.layout import find_tensors
 from lm.checkpoint.manifest import (
     DRAFT,
     FORMAT,
@@ -52,58 +47,14 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.store import CheckpointStore
 from lm.checkpoint.tensor_files import Rows, State
 from lm.errors import ConfigError, RunError
-from lm.fields import Config, Logged, Unlogged
 from lm.fileio import write_durably
 from lm.launch.machine import host_memory
+from lm.model_config import ModelConfig
 from lm.runtime.world import World
 from lm.shards import to_local
 from lm.units import format_bytes
-from model import ModelConfig
 
 SHARED = "checkpoints need a directory that all machines share"
-
-
-class CheckpointConfig(Config, frozen=True):
-    """Hyperparameters of saving and resuming."""
-
-    checkpoint_rate: Logged[int] = Field(
-        50,
-        gt=0,
-        description="steps between checkpoints; one more after the last step",
-        json_schema_extra={"aliases": ["save_steps"]},
-    )
-    keep_checkpoints: Logged[int | None] = Field(
-        2,
-        gt=0,
-        description="newest checkpoints to keep, in addition to the one of lowest validation loss;"
-        " null = all",
-        json_schema_extra={"aliases": ["save_total_limit"]},
-    )
-    async_checkpoint: Logged[bool] = Field(
-        True, description="continue training while a checkpoint is written"
-    )
-    checkpoint_storage: Logged[str | None] = Field(
-        None,
-        description="URL under which the run's checkpoints, metrics and report are stored, outside"
-        " Determined, e.g. s3://bucket/prefix (also gs://, az://); null = in runs/",
-    )
-    resume: Unlogged[str] = Field(
-        "auto",
-        description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL"
-        " of a checkpoint or run",
-    )
-    init_from: Logged[str | None] = Field(
-        None,
-        description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION], or"
-        " a directory of PEFT with adapters, which also supply the model's keys and the tokenizer;"
-        " or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
-        json_schema_extra={"aliases": ["model_name_or_path"]},
-    )
-
-    @property
-    def rerun(self) -> str:
-        """What resumes the run; with another `resume`, the same command discards its progress."""
-        return "rerun the same command" if self.resume == "auto" else "rerun with resume=auto"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lm.checkpoint.manifest import RunInfo
 from lm.errors import ConfigError
-from model import ModelConfig
+from lm.model_config import ModelConfig
 
 
 def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:

@@ -42,8 +42,8 @@ from lm.fileio import (
     replace_durably,
     sync_directory,
 )
-from lm.metrics.accumulator import MetricSums
-from model import ModelConfig
+from lm.metrics.records import MetricSums
+from lm.model_config import ModelConfig
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm.checkpoint import remote
 from lm.checkpoint.bucket import Bucket
@@ -34,7 +34,10 @@ from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
 from lm.runtime.lease import Lease, is_held
 from lm.runtime.run_dir import ASIDE, FIRST_CHECKPOINT, TRANSFER_PREFIX, move_aside
-from lm.runtime.world import World
+
+if TYPE_CHECKING:
+    from lm.runtime.world import World
+
 
 RUN_FILES = (
     "config.yaml",

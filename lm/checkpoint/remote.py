@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.checkpoint.bucket import Bucket
-from lm.checkpoint.contents import require_sizes_of_model
+from lm.checkpoint.layout import require_sizes_of_model
 from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -21,7 +22,9 @@ from lm.checkpoint.manifest import (
 from lm.errors import RunError
 from lm.fileio import MAX_JSON_BYTES
 from lm.runtime.run_dir import TRANSFER_PREFIX
-from lm.runtime.world import World
+
+if TYPE_CHECKING:
+    from lm.runtime.world import World
 
 
 def read_manifest(url: str) -> Manifest:

@@ -13,9 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from determined import core
+from typing import TYPE_CHECKING, Any
 
 from lm.checkpoint import remote
 from lm.checkpoint.bucket import is_url
@@ -31,7 +29,12 @@ from lm.runtime.run_dir import (
     release_leases,
     require_locked,
 )
-from lm.runtime.world import World
+
+if TYPE_CHECKING:
+    from determined import core
+
+    from lm.runtime.world import World
+
 
 DELETED = ".deleted-"
 COMMITTED = ".committed"
@@ -307,7 +310,9 @@ class ClusterCheckpoints(CheckpointStore):
     def read_manifest(self, location: str) -> Manifest:
         if not self.is_name(location):
             return super().read_manifest(location)
-        mode = core.DownloadMode.NoSharedDownload
+        from determined.core import DownloadMode
+
+        mode = DownloadMode.NoSharedDownload
         with self._context.restore_path(
             location, mode, selector=lambda name: name == MANIFEST
         ) as path:

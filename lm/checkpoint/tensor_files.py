@@ -1,4 +1,4 @@
-"""Sharded safetensors files: written by ranks, read row by row without trusting them.
+"""The values in sharded safetensors files: written by ranks, read row by row.
 
 The layout is that of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`: a file holds the
 slices of tensors that one rank owns, and the header's metadata says at which offsets of the full
@@ -13,7 +13,6 @@ after the other, and the checksum is computed meanwhile.
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,27 +25,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lm.checkpoint.headers import DTYPES, TensorSlice
 from lm.checkpoint.manifest import CheckpointError
-from lm.errors import ConfigError
-from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, find_pointer, open_regular, sync
+from lm.fileio import open_regular, sync
 from lm.shards import local_rows
 
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+DTYPE_CODES: Mapping[torch.dtype, str] = {
+    getattr(torch, dtype.name): code for code, dtype in DTYPES.items()
 }
-"""by safetensors' code"""
-DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+"""safetensors' codes"""
 
 MAX_FILE_BYTES = 2 << 30
 READ_BYTES = 64 << 20
@@ -55,13 +42,6 @@ WRITE_BYTES = 4 << 20
 """Written, and added to the checksum, at a time."""
 SCAN_BYTES = 256 << 10
 """Read at a time to compare checksums: what fits into the cache of a core."""
-_POINTER_BYTES = 64
-"""Enough of a file to see that it is a pointer to another."""
-MAX_DIMENSIONS = 8
-"""of a tensor in a file; PyTorch's own have at most four"""
-MAX_SIZE = 2**48
-"""Exclusive limit of a dimension or an offset in a file, which are far smaller."""
-
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Live tensors by object, e.g. "model", and name: saving reads them, loading writes into them."""
@@ -73,28 +53,6 @@ class Rows(NamedTuple):
     values: Tensor
     start: int
     """row of the full tensor that is the first one here"""
-
-
-class TensorSlice(NamedTuple):
-    """Consecutive rows of a tensor in a file; a scalar is one row."""
-
-    path: Path
-    begin: int
-    """first byte in the file"""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    """row of the full tensor that is the first one here"""
-
-    @property
-    def n_rows(self) -> int:
-        if not self.shape:
-            return 1
-        return self.shape[0]
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 # ---- writing
@@ -194,119 +152,9 @@ def _header(slices: Mapping[str, Rows]) -> bytes:
 # ---- reading
 
 
-def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
-    """Return the slices in the files `paths`, by tensor name; each lies inside of its file.
-
-    Raises:
-        CheckpointError: a file cannot be opened, or its header is damaged or hostile.
-        ConfigError: a file is a pointer to one that was not downloaded.
-    """
-    found: dict[str, list[TensorSlice]] = {}
-    allowed = MAX_SLICES  # and one more per KiB of data
-    for path in paths:
-        try:
-            for name, piece in _read_header(path):
-                found.setdefault(name, []).append(piece)
-                allowed -= 1
-            allowed += path.stat().st_size >> 10
-            if allowed < 0:
-                limit = f"{MAX_SLICES:,} entries, and one per KiB of data"
-                raise ValueError(f"more than {limit}, in all files")
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
-        except ValueError as error:
-            raise CheckpointError(f"{path}: damaged header: {str(error)[:200]}") from None
-        except (KeyError, TypeError, RecursionError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path}: damaged header: {problem[:200]}") from None
-    return found
-
-
-def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
-    """Yield the tensors of a file by name.
-
-    Raises:
-        ValueError, KeyError, TypeError, RecursionError: the header is damaged.
-    """
-    with open(path, "rb", opener=open_regular) as file:
-        file_size = os.fstat(file.fileno()).st_size
-        start = file.read(_POINTER_BYTES)
-        pointer = find_pointer(start)
-        if pointer is not None:
-            name, remedy = pointer
-            raise ConfigError(f"{path}: a {name}; {remedy}")
-        if file_size < 8:
-            raise ValueError(f"the file has {file_size} bytes, a header at least 8")
-        (length,) = struct.unpack_from("<Q", start)
-        if length > min(file_size - 8, MAX_JSON_BYTES):
-            sizes = f"{length} bytes of header in {file_size} bytes"
-            raise ValueError(f"{sizes}; at most {MAX_JSON_BYTES} are read")
-        file.seek(8)
-        header = json.loads(file.read(length), object_pairs_hook=_unique_names)
-    if not isinstance(header, dict):
-        raise ValueError("not a JSON object")
-    metadata = header.pop("__metadata__", {})
-    sharding: dict[str, Any] = {}  # of no tensor: a file without offsets
-    if "DCP_SHARDING_INFO" in metadata:
-        sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique_names)
-    values_start = 8 + length
-    extents = []
-    for name, entry in header.items():
-        shape = _sizes(entry["shape"], name)
-        begin, end = _sizes(entry["data_offsets"], name)
-        dtype = TORCH_DTYPES.get(entry["dtype"])
-        if dtype is None:
-            code = str(entry["dtype"])[:20]
-            raise ValueError(f"{name[:80]}: dtype {code} is not one of {', '.join(TORCH_DTYPES)}")
-        offsets = (0,) * len(shape)
-        if sharding:
-            offsets = _sizes(sharding[name]["saved_offsets"], name)
-        is_in_file = begin < end and values_start + end <= file_size
-        has_size = end - begin == math.prod(shape) * dtype.itemsize
-        is_rows = len(offsets) == len(shape) and not any(offsets[1:])
-        if not (is_in_file and has_size and is_rows):
-            raise ValueError(f"{name[:80]}: shape and offsets do not fit the file")
-        extents.append((begin, end))
-        start = offsets[0] if shape else 0
-        yield name, TensorSlice(path, values_start + begin, dtype, shape, start)
-    n_bytes = 0
-    for begin, end in sorted(extents):
-        if begin != n_bytes:
-            raise ValueError("tensors overlap, or have bytes between them")
-        n_bytes = end
-    if values_start + n_bytes != file_size:
-        n_more = file_size - values_start - n_bytes
-        raise ValueError(f"the file is {n_more:,} bytes longer than its tensors")
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("duplicate names")
-    return entries
-
-
-def _sizes(values: Any, name: str) -> tuple[int, ...]:
-    """Return `values` as a shape or as offsets; raise ValueError if they are none."""
-    is_short_list = isinstance(values, list) and len(values) <= MAX_DIMENSIONS
-    if not is_short_list or not all(type(v) is int and 0 <= v < MAX_SIZE for v in values):
-        raise ValueError(f"{name[:80]}: {str(values)[:60]} are not sizes")
-    return tuple(values)
-
-
-def full_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that `slices` cover exactly once, else None."""
-    first = slices[0]
-    if not first.shape:
-        return () if len(slices) == 1 else None
-    n_rows = 0
-    for piece in sorted(slices, key=lambda piece: (piece.start, piece.n_rows)):
-        if piece.start != n_rows:  # a gap or an overlap
-            return None
-        if (piece.shape[1:], piece.dtype) != (first.shape[1:], first.dtype):
-            return None
-        n_rows += piece.n_rows
-    return n_rows, *first.shape[1:]
+def torch_dtype(piece: TensorSlice) -> torch.dtype:
+    """Return the dtype of the values of `piece`."""
+    return getattr(torch, piece.dtype.name)
 
 
 class Source(NamedTuple):
@@ -380,7 +228,7 @@ def _read_rows(piece: TensorSlice, first: int, end: int) -> Iterator[tuple[int, 
                 offset = piece.begin + start * piece.row_bytes
                 if os.preadv(file.fileno(), [buffer], offset) < len(buffer):
                     raise CheckpointError(f"{piece.path}: ends before byte {offset + len(buffer)}")
-                values = torch.frombuffer(buffer, dtype=piece.dtype)
+                values = torch.frombuffer(buffer, dtype=torch_dtype(piece))
                 yield start, values.view(n_rows, *piece.shape[1:])
     except OSError as error:
         raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
@@ -405,11 +253,12 @@ def scan_file(path: Path, slices: Iterable[TensorSlice]) -> FileContent:
     try:
         with open(path, "rb", opener=open_regular) as file:
             for piece in sorted(slices, key=lambda piece: piece.begin):
+                dtype = torch_dtype(piece)
                 for block in _read_blocks(file, piece.begin - file.tell()):
                     checksum = google_crc32c.extend(checksum, bytes(block))
                 for block in _read_blocks(file, piece.n_rows * piece.row_bytes):
                     checksum = google_crc32c.extend(checksum, bytes(block))
-                    if not _is_finite(torch.frombuffer(block, dtype=piece.dtype)):
+                    if not _is_finite(torch.frombuffer(block, dtype=dtype)):
                         is_finite = False
             for block in _read_blocks(file, os.fstat(file.fileno()).st_size - file.tell()):
                 checksum = google_crc32c.extend(checksum, bytes(block))

@@ -30,7 +30,7 @@ from lm.data.records import RecordOptions, TokenizedPiece, TokenizedSample, toke
 from lm.data.rendering import find_template_text
 from lm.data.tokenizer import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
-from model import IGNORE_INDEX
+from lm.model_config import IGNORE_INDEX
 
 
 class JsonlDataset(Dataset):

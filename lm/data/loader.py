@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.data.config import DataConfig
 from lm.data.dataset import Position, Sample, SampleBatch, StreamState
-from lm.data.run_data import Data, DataConfig
+from lm.data.run_data import Data
 from lm.data.stream import resume_streams
 from lm.errors import ConfigError
-from model import IGNORE_INDEX
+from lm.model_config import IGNORE_INDEX
 
 
 def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:

@@ -25,8 +25,8 @@ from lm.data.dataset import Dataset, Sample
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
+from lm.model_config import IGNORE_INDEX
 from lm.seeds import derive_seed
-from model import IGNORE_INDEX
 
 _WRITE_AGAIN = "write it again with python -m lm.prepare"
 

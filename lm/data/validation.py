@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lm.data.dataset import ValidationSet
+from lm.model_config import IGNORE_INDEX
 from lm.runtime.world import World
-from model import IGNORE_INDEX
 
 
 def validation_metric_names(sets: Sequence[ValidationSet], has_text: bool) -> list[str]:

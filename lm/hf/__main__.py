@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.checkpoint.tensor_files import TensorSlice
+from lm.checkpoint.headers import TensorSlice
 from lm.data.hub_cache import find_directory
 from lm.errors import command
 from lm.fileio import home_path
@@ -39,7 +39,7 @@ def describe_model(source: str) -> str:
     for tensor in model.sources.values():
         slices.update(tensor.slices)
     n_bytes = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
-    dtypes = {str(piece.dtype).removeprefix("torch.") for piece in slices}
+    dtypes = {piece.dtype.name for piece in slices}
     n_parameters = f"{format_parameters(model.config.n_parameters)} parameters"
     size = f"{format_bytes(n_bytes)} in {', '.join(sorted(dtypes))}"
     summary = f"{model.family.class_name}, {n_parameters}, {size}"

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, read_headers, read_into
+from lm.checkpoint.headers import TensorSlice, full_shape, read_headers
+from lm.checkpoint.tensor_files import Source, read_into
 from lm.data import tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import families, weights
 from lm.hf.weights import READ_DTYPES, Structure
 from lm.runtime.world import World
 from lm.training import lora
-from lm.training.lora import LoraConfig
+from lm.training.config import UNSUPPORTED, LoraConfig
 from model import Transformer
 
 ADAPTER_CONFIG = tokenizer.ADAPTER_CONFIG
@@ -140,8 +141,8 @@ def _find_unsupported(raw: Mapping[str, Any]) -> list[str]:
             if value not in _SUPPORTED[key]:
                 choices = " or ".join(map(repr, _SUPPORTED[key]))
                 problems.append(f"{key}: {_show(value)} is not supported, only {choices}")
-        elif key in lora.UNSUPPORTED and value:
-            problems.append(f"{key}: {lora.UNSUPPORTED[key]}")
+        elif key in UNSUPPORTED and value:
+            problems.append(f"{key}: {UNSUPPORTED[key]}")
         elif key not in _KEYS and key not in _IGNORED and value:
             problems.append(f"{key}: {_show(value)} is not supported")
     return problems
@@ -159,7 +160,7 @@ def _find_tensors(directory: Path, model: Structure, config: LoraConfig) -> Peft
         remedy = "load the adapters with PEFT and save_pretrained() them"
         raise ConfigError(f"{path}: {problem}. To convert, {remedy}")
     our_layers = _map_layers(model)
-    shapes = lora.layer_shapes(model.config)
+    shapes = model.config.layer_shapes
     sources: dict[str, Source] = {}
     problems: list[str] = []
     targets: list[str] = []
@@ -199,7 +200,7 @@ def _find_tensors(directory: Path, model: Structure, config: LoraConfig) -> Peft
 
 def _map_layers(model: Structure) -> dict[str, list[str]]:
     """Return our linear layers of blocks by PEFT's; several of ours can be one of PEFT's."""
-    kinds = lora.layer_shapes(model.config)
+    kinds = model.config.layer_shapes
     places, _ = families.map_parameters(model.family, model.config)
     our_layers: dict[str, list[str]] = {}
     for name, place in places.items():
@@ -215,7 +216,7 @@ def _compare(slices: list[TensorSlice], expected: tuple[int | None, ...]) -> str
     if shape != expected:
         found = list(shape or ())
         return f"{found} in the file, {list(expected)} of the base and r in {ADAPTER_CONFIG}"
-    if slices[0].dtype not in READ_DTYPES:
+    if slices[0].dtype.name not in READ_DTYPES:
         return f"{slices[0].dtype} is a quantized dtype"
     return None
 

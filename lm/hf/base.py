@@ -13,7 +13,9 @@ import torch
 
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.compare import refuse_adapters
-from lm.checkpoint.contents import load_weights, lora_config, model_of, verify
+from lm.checkpoint.contents import load_weights, verify
+from lm.checkpoint.headers import read_headers
+from lm.checkpoint.layout import lora_config, model_of
 from lm.checkpoint.locate import find_checkpoint, locate_checkpoint
 from lm.checkpoint.manifest import (
     MANIFEST,
@@ -23,7 +25,6 @@ from lm.checkpoint.manifest import (
     read_manifest,
     record,
 )
-from lm.checkpoint.tensor_files import read_headers
 from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error

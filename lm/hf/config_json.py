@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from lm.errors import ConfigError
 from lm.hf.families import FAMILIES, Family
+from lm.model_config import MAX_LAYERS, ROPE_TYPES, AttentionKind, ModelConfig, Rope
 from lm.presets import PRESETS
-from model import MAX_LAYERS, ROPE_TYPES, AttentionKind, ModelConfig, Rope
 
 _REQUIRED_EVERYWHERE = {
     "num_local_experts": (None, 0, 1),

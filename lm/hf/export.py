@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lm.checkpoint.contents import model_of, verify
+from lm.checkpoint.contents import verify
+from lm.checkpoint.layout import model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import Rows, Source, group_by_size, read_into, write_tensors
@@ -49,7 +50,8 @@ from lm.hf.weights import (
 from lm.launch.console import warn
 from lm.runtime.lease import InUseError
 from lm.runtime.run_dir import lease_directory, lease_instead
-from lm.training.lora import Adapters, LoraConfig
+from lm.training.config import LoraConfig
+from lm.training.lora import Adapters
 from model import ModelConfig, Transformer
 
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lm.model_config import ROPE_TYPES, ModelConfig
 from lm.presets import PRESETS
-from model import ROPE_TYPES, ModelConfig, Transformer
+from model import Transformer
 
 
 @dataclass(frozen=True)

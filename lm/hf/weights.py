@@ -16,17 +16,12 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.compare import require_same_structure
-from lm.checkpoint.contents import find_tensors, match_tensors, model_of
+from lm.checkpoint.contents import match_tensors
+from lm.checkpoint.headers import TensorSlice, full_shape, read_headers
+from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
-from lm.checkpoint.tensor_files import (
-    READ_BYTES,
-    Source,
-    TensorSlice,
-    full_shape,
-    read_headers,
-    read_into,
-)
+from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
 from lm.data import tokenizer
 from lm.data.files import download_from_hub
 from lm.data.tokenizer import Tokenizer
@@ -52,7 +47,7 @@ WEIGHT_DTYPES = {
     "float16": torch.float16,
 }
 """Those in which weights are exported, by name."""
-READ_DTYPES = (*WEIGHT_DTYPES.values(), torch.float64)
+READ_DTYPES = (*WEIGHT_DTYPES, "float64")
 
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save: causal masks and rotary frequencies."""
@@ -343,7 +338,7 @@ def _compare_tensors(
                 problems.append(f"{name}: unexpected tensor")
             continue
         shape = full_shape(slices)
-        if any(piece.dtype not in READ_DTYPES for piece in slices):
+        if any(piece.dtype.name not in READ_DTYPES for piece in slices):
             problem = f"{slices[0].dtype} is a quantized dtype; use the model without quantization"
             problems.append(f"{name}: {problem}")
         elif shape is None:

@@ -9,7 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lm.launch.launch import is_rank0
+from lm.errors import ConfigError, RunError
+from lm.launch.launch import Launch, is_rank0
 
 START = time.monotonic()
 
@@ -31,6 +32,16 @@ def warn(what: str) -> None:
     """Print on rank 0 what the user may not expect, on stderr: stdout may be a command's JSON."""
     if is_rank0():
         print(what, file=sys.stderr)
+
+
+def print_error(error: RunError) -> None:
+    """Print the error of a start, one that all ranks of a machine find once, for torchrun too."""
+    record_error(str(error))
+    local_rank = 0
+    with suppress(ConfigError):
+        local_rank = Launch.from_env(os.environ).local_rank
+    if error.rank_local or local_rank == 0:  # each machine prints its own errors
+        print(error, file=sys.stderr)
 
 
 def record_error(text: str) -> None:

@@ -10,7 +10,6 @@ import signal
 from contextlib import suppress
 
 from lm.errors import open_standard_streams
-from lm.launch.console import announce
 from lm.launch.machine import keep_freed_memory, share_cores
 from lm.launch.spawn import die_with_torchrun
 
@@ -23,7 +22,6 @@ def setup_environment() -> None:
     open_standard_streams(lossy_stdout=True)
     die_with_torchrun()  # also while this process imports
     gc.disable()  # training collects garbage at its reports, on all ranks at once
-    announce("importing PyTorch")
     keep_freed_memory()
     share_cores()
     # The newer name of this variable would override the older one, if the user has set that.

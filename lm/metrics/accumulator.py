@@ -6,78 +6,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
-from lm.fields import Config, Unlogged
 from lm.metrics.device import peak_memory_gib
+from lm.metrics.records import MetricSums
 from lm.runtime.world import World
-
-TrackerName = Literal["wandb", "mlflow", "determined"]
-
-
-class MetricsConfig(Config, frozen=True):
-    """How often metrics are reported."""
-
-    report_rate: Unlogged[int] = Field(
-        10,
-        gt=0,
-        description="steps between training reports",
-        json_schema_extra={"aliases": ["logging_steps"]},
-    )
-    validation_rate: Unlogged[int | None] = Field(
-        None,
-        gt=0,
-        description="steps between validations; null = report_rate",
-        json_schema_extra={"aliases": ["eval_steps"]},
-    )
-    sample_rate: Unlogged[int | None] = Field(
-        None,
-        gt=0,
-        description="steps between samples; null = validation_rate if the data are text, else no"
-        " samples",
-    )
-    tracker: Unlogged[TrackerName | list[TrackerName] | None] = Field(
-        None,
-        description="services that are sent metrics, samples and status; a failure of theirs never"
-        " ends the run",
-    )
-
-
-Sum = Annotated[float, Field(gt=-1e50, lt=1e50)]
-"""In a range in which all ranks' have a sum, and which another step does not leave."""
-Count = Annotated[Sum, Field(ge=0, multiple_of=1)]
-
-
-class MetricSums(BaseModel, frozen=True, extra="forbid"):
-    """What one rank has accumulated since the last report."""
-
-    loss_sum: Sum = Field(
-        default=0.0,
-        description="nats, over the target tokens of this rank; all other sums are global",
-    )
-    n_target_tokens: Count = 0.0
-    grad_norm_sum: Sum = 0.0
-    n_taken: Count = Field(default=0.0, description="optimizer steps")
-    n_skipped: Count = Field(default=0.0, description="steps that were skipped")
-    n_steps: Count = 0.0
-    n_tokens: Count = 0.0
-    seconds: Sum = 0.0
-    data_seconds: Sum = 0.0
-    consecutive_skipped: Count = Field(
-        default=0.0, description="skipped steps since the last one that was taken, as of now"
-    )
-    most_consecutive_skipped: Count = Field(default=0.0, description="the most of them")
-
-    @model_validator(mode="after")
-    def _check_targets(self) -> MetricSums:
-        if self.n_target_tokens < self.n_taken:
-            raise ValueError("a step that was taken has at least one target token")
-        return self
-
 
 SUMS = ("loss_sum", "n_target_tokens", "grad_norm_sum", "n_taken", "n_skipped")
 """The sums that are computed on the device, in the order of `MetricsAccumulator._sums`."""

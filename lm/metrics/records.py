@@ -1,10 +1,10 @@
-"""What a run has logged: lines of metrics.jsonl, samples.jsonl and checkpoints.jsonl."""
+"""What a run has logged: lines of metrics.jsonl, samples.jsonl and checkpoints.jsonl; sums."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BaseModel, Field, model_validator
 
 from lm.fileio import Line
 
@@ -33,3 +33,35 @@ class Sample(Logged, frozen=True):
 
     prompt: str
     text: str
+
+
+Sum = Annotated[float, Field(gt=-1e50, lt=1e50)]
+"""In a range in which all ranks' have a sum, and which another step does not leave."""
+Count = Annotated[Sum, Field(ge=0, multiple_of=1)]
+
+
+class MetricSums(BaseModel, frozen=True, extra="forbid"):
+    """What one rank has accumulated since the last report."""
+
+    loss_sum: Sum = Field(
+        default=0.0,
+        description="nats, over the target tokens of this rank; all other sums are global",
+    )
+    n_target_tokens: Count = 0.0
+    grad_norm_sum: Sum = 0.0
+    n_taken: Count = Field(default=0.0, description="optimizer steps")
+    n_skipped: Count = Field(default=0.0, description="steps that were skipped")
+    n_steps: Count = 0.0
+    n_tokens: Count = 0.0
+    seconds: Sum = 0.0
+    data_seconds: Sum = 0.0
+    consecutive_skipped: Count = Field(
+        default=0.0, description="skipped steps since the last one that was taken, as of now"
+    )
+    most_consecutive_skipped: Count = Field(default=0.0, description="the most of them")
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> MetricSums:
+        if self.n_target_tokens < self.n_taken:
+            raise ValueError("a step that was taken has at least one target token")
+        return self

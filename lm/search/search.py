@@ -27,6 +27,7 @@ from lm.errors import ConfigError, limit_problems
 from lm.fileio import parse_json, read_bytes, replace_durably
 from lm.hf import adapters
 from lm.launch.console import announce
+from lm.model_config import ModelConfig
 from lm.preflight import check_searcher, fingerprint_inputs, fingerprint_tasks, resolve_seed
 from lm.runtime.lease import in_use_error
 from lm.runtime.run_dir import SEARCH_FILE, RunDir, lock_file, make_directory
@@ -35,7 +36,6 @@ from lm.search.halving import Bracket, Replay, Standing, asha_brackets, single_b
 from lm.search.report import Row
 from lm.search.trials import Settings, Trial
 from lm.tasks.questions import read_tasks
-from model import ModelConfig
 
 FORMAT = 1
 _MAX_BYTES = 64 << 20

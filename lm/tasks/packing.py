@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
+from lm.model_config import ModelConfig
 from lm.tasks.task import Norm, Question, Task
-from model import ModelConfig
 
 Ids = NDArray[np.int64]
 """of tokens, `(n,)`"""

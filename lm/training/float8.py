@@ -14,13 +14,12 @@ from typing import Any
 
 from torch import nn
 
-MULTIPLE = 16
-"""The kernels need rows that are aligned to 16 bytes, which hold 16 numbers."""
+from lm.training.config import FLOAT8_MULTIPLE
 
 
 def is_supported(out: int, inner: int) -> bool:
     """Return whether there are kernels for a linear layer `(out, inner)`."""
-    return out % MULTIPLE == 0 and inner % MULTIPLE == 0
+    return out % FLOAT8_MULTIPLE == 0 and inner % FLOAT8_MULTIPLE == 0
 
 
 def gathers_in_float8(recipe: str | None, shapes: Iterable[tuple[int, int]], shards: int) -> bool:

@@ -10,78 +10,18 @@ shrink with the rank (Kalajdzievski, 2023).
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from lm.fields import Config, Fixed, Needs
+from lm.model_config import ModelConfig
 from lm.training import nf4
+from lm.training.config import LoraConfig
 from lm.training.nf4 import NF4Linear
-from model import Block, InitRule, ModelConfig, Transformer
-
-BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
-"""hyperparameters that a block depends on"""
-
-
-UNSUPPORTED = {
-    "modules_to_save": "adapters are trained alone, without complete layers next to them",
-    "use_dora": "DoRA is not supported; it needs the norms of the merged weights at each step",
-}
-"""keys of PEFT that are refused -> the reason"""
-
-
-T = TypeVar("T")
-OfAdapters = Annotated[T, Needs("lora_rank")]
-
-
-class LoraConfig(Config, frozen=True):
-    """Low-rank adapters, trained instead of the weights of `init_from`."""
-
-    lora_rank: Fixed[int | None] = Field(
-        None,
-        gt=0,
-        description="rank of the adapters; null = train all weights",
-        json_schema_extra={"aliases": ["lora_r"]},
-    )
-    lora_alpha: OfAdapters[Fixed[float]] = Field(
-        16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
-    )
-    use_rslora: OfAdapters[Fixed[bool]] = Field(
-        False, description="scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks"
-    )
-    lora_dropout: OfAdapters[Fixed[float]] = Field(
-        0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
-    )
-    lora_targets: OfAdapters[Fixed[list[str] | None]] = Field(
-        None,
-        min_length=1,
-        description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
-        json_schema_extra={"aliases": ["target_modules", "lora_target_modules"]},
-    )
-    base_dtype: OfAdapters[Fixed[Literal["nf4"] | None]] = Field(
-        None,
-        description="dtype of the blocks' frozen matrices; nf4 = 4.5 bits a weight, as in QLoRA;"
-        " null = the compute dtype",
-        json_schema_extra={"aliases": ["load_in_4bit", "bnb_4bit_quant_type"]},
-    )
-
-    @property
-    def lora_scale(self) -> float:
-        """By which the adapters' output is multiplied."""
-        assert self.lora_rank is not None
-        return self.lora_alpha / self.rank_divisor(self.lora_rank)
-
-    def rank_divisor(self, rank: int) -> float:
-        """Return what an alpha is divided by for adapters of `rank`."""
-        if self.use_rslora:
-            return math.sqrt(rank)
-        return rank
+from model import InitRule, Transformer
 
 
 class LoraLinear(nn.Module):
@@ -136,79 +76,6 @@ def adapter_init_rule(name: str, parameter: Tensor) -> InitRule | None:
     if module == "lora_B":
         return InitRule("constant", 0.0)
     return None
-
-
-def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return `(out, in)` of the linear layers of a block, by name."""
-    return _layer_shapes(model.model_dump_json(include=BLOCK_KEYS))
-
-
-@functools.lru_cache(maxsize=256)
-def _layer_shapes(config: str) -> dict[str, tuple[int, int]]:
-    with torch.device("meta"):
-        block = Block(ModelConfig.model_validate_json(config), 0)
-    shapes = {}
-    for path, module in block.named_modules():
-        if isinstance(module, nn.Linear):
-            name = path.rpartition(".")[2]
-            shapes[name] = (module.out_features, module.in_features)
-    return shapes
-
-
-def adapter_problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the keys whose values do not fit the model, with the reason and the remedy."""
-    shapes = layer_shapes(model)
-    if config.base_dtype == "nf4":
-        for name, (out, inner) in shapes.items():
-            if inner % nf4.BLOCK:
-                problem = f"{inner} inputs of {name} ({out} x {inner}) are not a multiple of"
-                yield "base_dtype", f"nf4: {problem} {nf4.BLOCK}; remove base_dtype"
-    targets = list(dict.fromkeys(config.lora_targets or shapes))
-    for name in targets:
-        if name not in shapes:
-            yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(shapes)}"
-    known = [name for name in targets if name in shapes]
-    if not known or config.lora_rank is None:
-        return
-    smallest = min(known, key=lambda name: min(shapes[name]))
-    out, inner = shapes[smallest]
-    limit = min(out, inner)
-    if config.lora_rank > limit:
-        side = f"the smaller side of {smallest} ({out} x {inner})"
-        yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {limit}"
-
-
-def structure(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return the keys on which the meaning of adapters depends, with what null stands for."""
-    targets = set(config.lora_targets or layer_shapes(model))
-    keys = ("lora_rank", "lora_alpha", "use_rslora")
-    return {**config.model_dump(include=set(keys)), "lora_targets": sorted(targets)}
-
-
-def n_trained_parameters(config: LoraConfig, model: ModelConfig) -> int:
-    """Return the number of trained parameters: those of the adapters, or all."""
-    if config.lora_rank is None:
-        return model.n_parameters
-    shapes = layer_shapes(model)
-    targets = set(config.lora_targets or shapes)
-    # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
-    n_per_rank = sum(sum(shapes[name]) for name in targets)
-    return model.n_layers * config.lora_rank * n_per_rank
-
-
-def training_flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
-    """Return the FLOPs per token of forward and backward at `max_seq_len`, adapters included.
-
-    Of the six per weight of a matrix product (two each for the output, the gradient of the input
-    and the gradient of the weight), frozen weights need four, and adapters add six per weight.
-    """
-    flops = model.flops_per_token(model.max_seq_len)
-    if config.lora_rank is None:
-        return flops
-    n_in_block = sum(out * inner for out, inner in layer_shapes(model).values())
-    n_in_head = model.vocab_size * model.d_model
-    n_frozen = model.n_layers * n_in_block + n_in_head
-    return flops - 2 * n_frozen + 6 * n_trained_parameters(config, model)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BLOCK = 64
-"""Weights per scale."""
+from lm.training.config import NF4_BLOCK
+
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -43,8 +43,8 @@ BLOCK_BYTES = 16 << 20
 
 
 def packed_width(inner: int) -> int:
-    """Return the bytes of a row of `inner` weights, a multiple of `BLOCK`."""
-    return inner // 2 + inner // BLOCK * 4
+    """Return the bytes of a row of `inner` weights, a multiple of `NF4_BLOCK`."""
+    return inner // 2 + inner // NF4_BLOCK * 4
 
 
 def inner_width(packed_width: int) -> int:
@@ -56,7 +56,7 @@ def quantize(weight: Tensor) -> Tensor:
     """Return the bytes of rows of weights `(rows, in)`, `(rows, 9 in / 16)`."""
     levels = torch.tensor(LEVELS, device=weight.device)
     midpoints = (levels[:-1] + levels[1:]) / 2
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    blocks = weight.float().unflatten(-1, (-1, NF4_BLOCK))
     scales = blocks.abs().amax(dim=-1)
     # As bitsandbytes does: times the reciprocal, and blocks of zeros are not divided by zero.
     normalized = blocks * (1 / scales.clamp(min=1e-38))[..., None]
@@ -98,7 +98,7 @@ def _dequantize_rows(packed: Tensor) -> Tensor:
     n_pairs = packed.shape[1] * 8 // 9
     levels = _look_up(packed[:, :n_pairs])
     scales = packed[:, n_pairs:].contiguous().view(torch.float32)
-    blocks = levels.unflatten(1, (-1, BLOCK)) * scales[..., None]
+    blocks = levels.unflatten(1, (-1, NF4_BLOCK)) * scales[..., None]
     return blocks.flatten(1)
 
 

@@ -4,90 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from lm.fields import Config, Fixed, Logged, Needs, Varied
+from lm.training.config import OptimConfig
 from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.transfer import UNSCALED, Scale, Transfer
 
 ADAM_EPS = 1e-8
 """added to the root of AdamW's mean of squared gradients"""
-
-
-DECAYING = ("linear", "cosine", "wsd")
-"""schedules whose learning rate decays"""
-
-
-class OptimConfig(Config, frozen=True):
-    """The optimizer, its learning rate schedule, and clipping."""
-
-    optimizer: Fixed[Literal["adamw", "muon"]] = Field(
-        "adamw",
-        description="optimizer; muon = Muon for the matrices of the blocks, AdamW for embeddings,"
-        " head, norms and biases",
-        json_schema_extra={"aliases": ["optim"]},
-    )
-    lr: Varied[Logged[float]] = Field(
-        1.0e-4,
-        gt=0,
-        description="peak learning rate",
-        json_schema_extra={"aliases": ["learning_rate"]},
-    )
-    lr_schedule: Varied[Logged[Literal["constant", "linear", "cosine", "wsd"]]] = Field(
-        "constant",
-        description="decay after warm-up; wsd = constant, then linear over the last decay_steps",
-        json_schema_extra={"aliases": ["lr_scheduler_type"]},
-    )
-    warmup_steps: Varied[Logged[float]] = Field(
-        0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
-    )
-    decay_steps: Annotated[Logged[float], Needs("lr_schedule", ("wsd",))] = Field(
-        0.2, gt=0, description="length of wsd's decay (steps; below 1 a fraction of the run)"
-    )
-    min_lr_ratio: Annotated[Logged[float], Needs("lr_schedule", DECAYING)] = Field(
-        0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
-    )
-    weight_decay: Varied[Logged[float]] = Field(
-        0.01, ge=0, description="decoupled decay of matrices; norms and biases have none"
-    )
-    beta1: Logged[float] = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
-    beta2: Logged[float] = Field(
-        0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients"
-    )
-    muon_momentum: Annotated[Logged[float], Needs("optimizer", ("muon",))] = Field(
-        0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"
-    )
-    grad_clip: Logged[float | None] = Field(
-        None,
-        gt=0,
-        description="maximum gradient norm; larger gradients are scaled down",
-        json_schema_extra={"aliases": ["max_grad_norm"]},
-    )
-    optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
-        "float32",
-        description="dtype of AdamW's two moments and of Muon's one; bfloat16 saves 2 bytes each,"
-        " for beta2 <= 0.99",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> OptimConfig:
-        for key in ("warmup_steps", "decay_steps"):
-            steps = getattr(self, key)
-            if steps >= 1 and steps != int(steps):
-                problem = f"{steps} is neither an integer nor a fraction below 1"
-                raise ValueError(f"{key}: {problem}")
-        # A step lowers the mean of squares by at most 1 - beta2 of it, and bfloat16, with 8
-        # significant bits, rounds away changes below 1/512 to 1/256: the mean could never fall.
-        if self.optim_dtype == "bfloat16" and self.beta2 > 0.99:
-            problem = f"bfloat16 cannot hold changes as small as those of beta2 {self.beta2:g}"
-            raise ValueError(f"optim_dtype: {problem}; use beta2 up to 0.99, e.g. 0.95, or float32")
-        return self
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:

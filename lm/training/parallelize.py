@@ -18,10 +18,9 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -37,11 +36,11 @@ from torch.utils.checkpoint import (
 
 from lm import seeds
 from lm.errors import ConfigError
-from lm.fields import Config, Logged, Needs
 from lm.launch.console import announce
 from lm.runtime.world import MeshShape
 from lm.shards import local_rows
 from lm.training import lora
+from lm.training.config import ParallelConfig
 from lm.training.float8 import compute_scales, convert_to_float8
 from lm.training.offload import ActivationOffload
 from lm.training.transfer import UNSCALED, Transfer
@@ -52,86 +51,16 @@ OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoin
 compiled (PyTorch 2.14 and newer); in compiled blocks they always do."""
 
 
-HYBRID = ("hybrid-full-shard", "hybrid-grad-shard")
-
-
-class ParallelConfig(Config, frozen=True):
-    """Sharding, recomputation, offload, compilation and determinism."""
-
-    sharding: Logged[
-        Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
-    ] = Field(
-        "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
-    )
-    shard_group_size: Annotated[Logged[int | None], Needs("sharding", HYBRID)] = Field(
-        None,
-        gt=0,
-        description="ranks per replica for hybrid strategies; null = the ranks of a node",
-    )
-    layer_wrap: Logged[bool] = Field(
-        True, description="all-gather layer by layer; false = the model as one FSDP unit"
-    )
-    reduce_dtype: Logged[Literal["float32", "bfloat16"]] = Field(
-        "float32",
-        description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated"
-        " gradients",
-    )
-    cpu_offload: Logged[bool] = Field(
-        False, description="keep parameters, gradients and optimizer state in host memory"
-    )
-    activation_checkpointing: Logged[Literal["none", "selective", "full"]] = Field(
-        "none",
-        description="recompute in backward: nothing, all but attention and matrix products, or full"
-        " blocks",
-        json_schema_extra={"aliases": ["gradient_checkpointing"]},
-    )
-    activation_offload: Logged[bool] = Field(
-        False,
-        description="keep what blocks save for backward in host memory, except for the last two"
-        " blocks",
-    )
-    sync_each_micro_step: Logged[bool] = Field(
-        False,
-        description="reduce-scatter in every micro-step, so that a rank accumulates gradients of"
-        " its shard only",
-    )
-    compile: Logged[Literal["auto"] | bool] = Field(
-        "auto", description="compile the blocks and the loss; auto = on GPUs and for float8"
-    )
-    deterministic: Logged[bool] = Field(
-        False,
-        description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower"
-        " attention",
-    )
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> ParallelConfig:
-        if self.offloads_too_little:
-            problem = f"PyTorch {torch.__version__} copies nothing of what selective recomputation"
-            problem = f"{problem} saves in blocks that are not compiled (compile: false)"
-            remedy = "use compile: true, activation_checkpointing: full, or PyTorch 2.14 or newer"
-            raise ValueError(f"activation_offload: {problem}; {remedy}")
-        return self
-
-    @property
-    def offloads_too_little(self) -> bool:
-        """Whether `activation_offload` cannot see what selective recomputation saves."""
-        is_selective = self.activation_checkpointing == "selective"
-        is_compiled = self.compile is not False  # auto compiles on GPUs, where offloading helps
-        return (
-            self.activation_offload and is_selective and not is_compiled and not OFFLOADS_SELECTED
-        )
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether parameters are resharded after forward and all-gathered again in backward."""
-        return self.sharding.endswith("full-shard")
-
-    def compiles(self, on_gpu: bool, float8: str | None) -> bool:
-        """Return whether the blocks and the loss are compiled."""
-        if self.compile == "auto":
-            return on_gpu or float8 is not None
-        return self.compile
+def check_offload(config: ParallelConfig) -> None:
+    """Raise ConfigError if `activation_offload` cannot see what selective recomputation saves."""
+    is_selective = config.activation_checkpointing == "selective"
+    is_compiled = config.compile is not False  # auto compiles on GPUs, where offloading helps
+    if not config.activation_offload or not is_selective or is_compiled or OFFLOADS_SELECTED:
+        return
+    problem = f"PyTorch {torch.__version__} copies nothing of what selective recomputation"
+    problem = f"{problem} saves in blocks that are not compiled (compile: false)"
+    remedy = "use compile: true, activation_checkpointing: full, or PyTorch 2.14 or newer"
+    raise ConfigError(f"activation_offload: {problem}; {remedy}")
 
 
 def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> MeshShape:

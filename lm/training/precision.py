@@ -7,31 +7,13 @@ dtype and reduces gradients in `reduce_dtype`.
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from lm.errors import ConfigError
-from lm.fields import Config, Logged
 from lm.launch.requirements import requires
-
-
-class PrecisionConfig(Config, frozen=True):
-    """Compute dtype."""
-
-    amp_dtype: Logged[Literal["auto", "bfloat16", "float16"] | None] = Field(
-        "auto",
-        description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null"
-        " = float32",
-        json_schema_extra={"aliases": ["dtype", "bf16"]},
-    )
-    float8: Logged[Literal["tensorwise", "rowwise"] | None] = Field(
-        None,
-        description="float8 recipe for the blocks' matrix products, with scales per tensor or per"
-        " row (needs torchao)",
-    )
+from lm.training.config import PrecisionConfig
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype | None:

@@ -5,52 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from determined import core
-from pydantic import Field, field_validator
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from lm.determined import private
 from lm.errors import ConfigError
-from lm.fields import Config, Needs, Unlogged
 
 MAX_ALLOCATIONS = 100_000
 """Most recent allocations in a memory snapshot: tens of megabytes with their stacks."""
-
-
-TorchProfilerSteps = Annotated[Unlogged[tuple[int, int, int]], Needs("torch_profiler")]
-
-
-class ProfilingConfig(Config, frozen=True):
-    """Profilers of Core API and PyTorch."""
-
-    core_api_profiler: Unlogged[bool] = Field(
-        False, description="report GPU, CPU, memory, disk and network use to the Web UI"
-    )
-    torch_profiler: Unlogged[bool] = Field(
-        False, description="write PyTorch traces for TensorBoard, one file per rank"
-    )
-    torch_profiler_steps: TorchProfilerSteps = Field(
-        (1, 1, 2),
-        description="steps to wait, to warm up and to trace, once, counted from the first step of"
-        " the process",
-    )
-    memory_snapshot: Unlogged[bool] = Field(
-        False,
-        description="write a snapshot of GPU memory per rank at the end, also after running out of"
-        " memory",
-    )
-
-    @field_validator("torch_profiler_steps")
-    @classmethod
-    def _check_steps(cls, steps: tuple[int, int, int]) -> tuple[int, int, int]:
-        wait, warmup, active = steps
-        if wait < 0 or warmup < 0 or active < 1:
-            problem = "wait and warm-up must be at least 0, traced steps at least 1"
-            raise ValueError(f"{list(steps)}: {problem}")
-        return steps
 
 
 @contextmanager

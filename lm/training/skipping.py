@@ -2,73 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field, field_validator
 from torch import Tensor
 
 from lm.errors import ConfigError
-from lm.fields import Config, Logged
 from lm.runtime.world import World
-
-WINDOW = 128
-"""Steps whose losses and gradient norms a step is compared with."""
-
-StepNumber = Annotated[int, Field(strict=True, ge=1)]
-StepRange = tuple[StepNumber, StepNumber]
-"""The first and the last step, as reports number them: a run's first step is 1."""
-
-
-class SkipConfig(Config, frozen=True):
-    """Which steps are skipped, so that they change neither weights nor moments."""
-
-    skip_nonfinite: Logged[int] = Field(
-        10,
-        gt=0,
-        description="steps with inf or NaN gradients are skipped; abort after this many consecutive"
-        " steps that were skipped for these or as spikes (checked at reports)",
-    )
-    skip_spikes: Logged[float | None] = Field(
-        None,
-        gt=0,
-        description="skip steps whose loss or gradient norm is more than this many standard"
-        f" deviations above its mean over the last {WINDOW} steps that were not skipped, e.g. 6;"
-        " null = none",
-        json_schema_extra={"aliases": ["sigma_factor"]},
-    )
-    skip_steps: Logged[list[StepRange] | None] = Field(
-        None,
-        description="[first, last] steps whose batches are read but not trained on, e.g."
-        " [[150, 160]]; a run's first step is 1",
-        json_schema_extra={"aliases": ["steps_to_skip"]},
-    )
-
-    @field_validator("skip_steps")
-    @classmethod
-    def _check_order(cls, ranges: list[StepRange] | None) -> list[StepRange] | None:
-        end = 0
-        for first, last in ranges or ():
-            if last < first:
-                raise ValueError(f"[{first}, {last}] ends before it starts")
-            if first <= end:
-                problem = f"[{first}, {last}] starts before the end of the range before it, {end}"
-                raise ValueError(f"{problem}; sort the ranges, and merge those that overlap")
-            end = last
-        return ranges
-
-    def check_last_step(self, max_steps: int) -> None:
-        """Raise ConfigError if `skip_steps` goes beyond the last step."""
-        if not self.skip_steps:
-            return
-        first, last = self.skip_steps[-1]
-        if last > max_steps:
-            problem = f"[{first}, {last}] goes beyond the last step, {max_steps}"
-            raise ConfigError(f"skip_steps: {problem}; end it earlier, or raise max_steps")
-
-    def lists_step(self, step: int) -> bool:
-        """Return whether `skip_steps` contains `step`, of which a run's first is 1."""
-        return any(first <= step <= last for first, last in self.skip_steps or ())
+from lm.training.config import WINDOW, SkipConfig
 
 
 def check_skipped(config: SkipConfig, step: int, n_consecutive: int) -> None:

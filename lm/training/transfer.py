@@ -23,28 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pydantic import Field
-
-from lm.fields import Config, Fixed
-from model import MAX_LAYERS, InitRule, ModelConfig, Transformer
-
-
-class TransferConfig(Config, frozen=True):
-    """The size at which hyperparameters were tuned, from which they are scaled to the model's."""
-
-    base_width: Fixed[int | None] = Field(
-        None,
-        gt=0,
-        le=2**20,
-        description="d_model at which lr, weight_decay and initial weights were tuned, which are"
-        " scaled from it to d_model; null = not scaled",
-    )
-    base_depth: Fixed[int | None] = Field(
-        None,
-        gt=0,
-        le=MAX_LAYERS,
-        description="n_layers at which they were tuned; null = not scaled",
-    )
+from lm.model_config import ModelConfig
+from lm.training.config import TransferConfig
+from model import InitRule, Transformer
 
 
 class Scale(NamedTuple):

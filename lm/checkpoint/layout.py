@@ -1,0 +1,169 @@
+"""Which tensors a checkpoint holds and where, by its manifest and the headers of its files.
+
+No values are read, and PyTorch is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from lm.checkpoint.headers import TensorSlice, full_shape, read_headers
+from lm.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    describe_invalid,
+)
+from lm.fileio import MAX_SLICES, MAX_TOKENIZER_BYTES
+from lm.model_config import ModelConfig
+from lm.training.config import LoraConfig, adapter_problems, n_trained_parameters
+
+T = TypeVar("T", bound=BaseModel)
+
+FoundTensors = dict[str, dict[str, list[TensorSlice]]]
+"""The slices that cover each tensor exactly once, by object and tensor name."""
+
+PARTS = ("model", "optim", "scaler", "spikes")
+"""objects of a checkpoint, as its files name them"""
+
+MAX_ENTRY_BYTES = 512
+"""Of a slice in a header, with its share of what a file has besides slices. Ours have up to 300."""
+
+
+def describe(shape: Iterable[int], dtype: str) -> str:
+    """Return what a manifest says of a tensor, e.g. "[512, 64] torch.float32"."""
+    return f"{list(shape)} {dtype}"
+
+
+def lora_config(where: Path | str, manifest: Manifest, model: ModelConfig) -> LoraConfig:
+    """Return the configuration of the adapters in the checkpoint at `where`.
+
+    Raises:
+        CheckpointError: its hyperparameters are not those of adapters of `model`.
+    """
+    if manifest.base is None:
+        return LoraConfig.model_validate({})
+    config = _select(where, manifest, LoraConfig)
+    problems = list(adapter_problems(config, model))
+    if config.lora_rank is None:
+        problems.append(("lora_rank", "null, but the manifest names a base of adapters"))
+    for key, problem in problems:
+        raise CheckpointError(f"{where}/{MANIFEST}: damaged: hyperparameters.{key}: {problem}")
+    return config
+
+
+def _select(where: Path | str, manifest: Manifest, config: type[T]) -> T:
+    """Return the hyperparameters of a part; one that an earlier version lacked has its default."""
+    values: dict[str, Any] = {}
+    for key in config.model_fields:
+        if key in manifest.hyperparameters:
+            values[key] = manifest.hyperparameters[key]
+    try:
+        return config.model_validate(values)
+    except ValidationError as error:
+        problem = describe_invalid(error, "hyperparameters")
+        raise CheckpointError(f"{where}/{MANIFEST}: damaged: {problem}") from None
+
+
+def model_of(where: Path | str, manifest: Manifest) -> ModelConfig:
+    """Return the model of the checkpoint at `where`, before it is built.
+
+    Raises:
+        CheckpointError: see `require_sizes_of_model`.
+    """
+    require_sizes_of_model(where, manifest)
+    return ModelConfig.model_validate(manifest.model)
+
+
+def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
+    """Raise CheckpointError if files are too small or too large for the model of the manifest.
+
+    It is called before they are read or downloaded: a sparse file of any size is cheap to send, and
+    so is a manifest whose model needs any memory.
+    """
+    config = ModelConfig.model_validate(manifest.model)
+    problem = f"{where}/{MANIFEST}: damaged: a model of {config.n_parameters:,} parameters"
+    if manifest.base is not None:
+        found = sum(entry.bytes for entry in manifest.base.files.values())
+        needed = 2 * config.n_parameters  # bfloat16 or more
+        if found < needed:
+            needs = f"of which adapters need {needed:,} bytes"
+            raise CheckpointError(f"{problem}, {needs}; the files of their base have {found:,}")
+    adapters = lora_config(where, manifest, config)
+    weights = 4 * n_trained_parameters(adapters, config)  # float32
+    for part in PARTS:
+        least = most = weights
+        if part != "model":  # an optimizer has at most two moments
+            least, most = 0, 2 * weights
+        found = sum(entry.bytes for entry in _files_of(part, manifest).values())
+        if not least <= found <= most_bytes(most):
+            needs = f"whose {part} files need {least:,} to {most:,} bytes"
+            raise CheckpointError(f"{problem}, {needs}; they have {found:,}")
+    for name, entry in manifest.files.items():
+        if not name.endswith(".safetensors") and entry.bytes > MAX_TOKENIZER_BYTES:
+            limit = f"at most {MAX_TOKENIZER_BYTES:,} are read"
+            raise CheckpointError(f"{where}/{name}: {entry.bytes:,} bytes, but {limit}")
+
+
+def most_bytes(needed: int) -> int:
+    """Return the size of files with values of `needed` bytes and the longest headers.
+
+    `read_headers` accepts MAX_SLICES entries, and one more per KiB of the files. With at most 512
+    bytes each, n bytes of files have headers of up to n / 2 + 512 MAX_SLICES bytes:
+    n <= needed + n / 2 + 512 MAX_SLICES.
+    """
+    return 2 * (needed + MAX_ENTRY_BYTES * MAX_SLICES)
+
+
+def _files_of(part: str, manifest: Manifest) -> dict[str, FileRecord]:
+    return {name: entry for name, entry in manifest.files.items() if name.startswith(f"{part}-")}
+
+
+def find_tensors(directory: Path, manifest: Manifest) -> FoundTensors:
+    """Return where each tensor is that the checkpoint holds; no values are read.
+
+    Raises:
+        CheckpointError: a header is damaged; a tensor is not covered exactly once by its slices, or
+            the files have others than the manifest says.
+    """
+    found: FoundTensors = {}
+    described: dict[str, str] = {}
+    problems: list[str] = []
+    for part in PARTS:
+        found[part] = read_headers(directory / name for name in sorted(_files_of(part, manifest)))
+        for name, slices in found[part].items():
+            shape = full_shape(slices)
+            if shape is None:
+                problems.append(f"{part}.{name[:200]} is not covered exactly once by its slices")
+            else:
+                described[f"{part}.{name}"] = describe(shape, str(slices[0].dtype))
+    if manifest.tensors is not None and not problems:
+        problems = find_differences(described, manifest.tensors, "the manifest")
+    if problems:
+        first = min(problems)
+        more = ""
+        if len(problems) > 1:
+            more = f", and {len(problems) - 1} more tensors differ"
+        raise CheckpointError(f"{directory}: damaged: {first}{more}")
+    return found
+
+
+def find_differences(
+    found: Mapping[str, str], expected: Mapping[str, str], where: str
+) -> list[str]:
+    """Return a line for each tensor of the files that is not the one that is expected."""
+    problems: list[str] = []
+    for name in sorted(found.keys() | expected.keys()):
+        if name not in found:
+            problems.append(f"{name[:200]} is missing in the files")
+        elif name not in expected:
+            problems.append(f"{name[:200]} is not in {where}")
+        elif found[name] != expected[name]:
+            problem = f"is {found[name]} in the files, {expected[name]} in {where}"
+            problems.append(f"{name[:200]} {problem}")
+    return problems

@@ -1,0 +1,126 @@
+"""The hyperparameters of the data."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, field_validator
+
+from lm.fields import Config, Fixed, Logged, Needs, Varied
+
+MAX_BATCH_SIZE = 2**24
+"""Sequences; the order of a global batch is drawn in memory."""
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+
+
+T = TypeVar("T")
+OfFiles = Annotated[T, Needs("dataset", ("text", "tokens", "jsonl", "hf"))]
+OfRecords = Annotated[T, Needs("dataset", ("jsonl", "hf"))]
+OfJsonLines = Annotated[T, Needs("dataset", ("jsonl",))]
+OfTokens = Annotated[T, Needs("dataset", ("text", "tokens"))]
+OfStreams = Annotated[T, Needs("dataset", ("hf",))]
+
+
+class DataConfig(Config, frozen=True):
+    """Hyperparameters of the data."""
+
+    dataset: Fixed[Literal["synthetic", "text", "tokens", "jsonl", "hf"]] = Field(
+        "synthetic",
+        description="random tokens, UTF-8 text, token files (`python -m lm.prepare`), JSON Lines or"
+        " a streamed dataset",
+    )
+    train_data: OfFiles[Fixed[str | dict[str, Annotated[float, Field(gt=0)]] | None]] = Field(
+        None,
+        description="a file, directory or glob; text: null = the Python standard library's source;"
+        " tokens: a directory, or several with weights; hf: also a dataset on the hub",
+    )
+    val_data: OfFiles[Logged[str | dict[str, str] | None]] = Field(
+        None,
+        description="a file, directory or glob, or several by name ({wiki: PATH, code: PATH}), each"
+        " with its loss; null = held out of train_data: the last 5 % (text),"
+        " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
+        " null = `validation`",
+    )
+    tokenizer: OfFiles[Fixed[str | None]] = Field(
+        None,
+        description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name;"
+        " null = that of the token files (tokens), else bytes",
+    )
+    text_field: OfRecords[Logged[str]] = Field(
+        "text", description="field that holds the text (jsonl, hf)"
+    )
+    loss_on: OfJsonLines[Logged[Literal["all", "completion"]]] = Field(
+        "all", description="tokens that are targets (jsonl)"
+    )
+    chat_template: OfJsonLines[Fixed[str | None]] = Field(
+        None,
+        description="a Jinja file, or the name of a template in TRL's package, e.g. qwen3_training;"
+        " null = the tokenizer's (jsonl)",
+    )
+    chat_template_kwargs: OfJsonLines[Logged[dict[str, Any] | None]] = Field(
+        None,
+        description="variables of the chat template, e.g. {enable_thinking: false}; date_string"
+        " replaces today's date (jsonl)",
+    )
+    chat_template_date: OfJsonLines[Logged[datetime.date | None]] = Field(
+        None,
+        description="today's date (YYYY-MM-DD) for the chat template; null = the day on which the"
+        " run first starts (jsonl)",
+    )
+    packing: OfJsonLines[Logged[bool]] = Field(
+        True,
+        description="several samples in a sequence, each in one piece; false = one sample (jsonl)",
+    )
+    data_workers: OfStreams[Logged[int]] = Field(
+        1, gt=0, description="processes per rank that read and tokenize (hf)"
+    )
+    hf_config: OfStreams[Logged[str | None]] = Field(
+        None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)"
+    )
+    attend_across_documents: OfTokens[Fixed[bool]] = Field(
+        True,
+        description="attend to earlier documents of a sequence; false = each document by itself,"
+        " without a target after its end (text, tokens)",
+    )
+    shuffle: Fixed[bool] = Field(True, description="shuffle the samples in each epoch, by the seed")
+    batch_size: Varied[Logged[int]] = Field(
+        1,
+        gt=0,
+        le=MAX_BATCH_SIZE,
+        description="sequences per device in a micro-batch",
+        json_schema_extra={"aliases": ["per_device_train_batch_size"]},
+    )
+    total_batch_size: Varied[Fixed[int | None]] = Field(
+        None,
+        gt=0,
+        le=MAX_BATCH_SIZE,
+        description="sequences per optimizer step over all ranks; null = batch_size x ranks",
+        json_schema_extra={"aliases": ["gradient_accumulation_steps"]},
+    )
+    validation_batches: Logged[int] = Field(
+        10, gt=0, description="batches of total_batch_size in a validation, of each set of val_data"
+    )
+
+    @field_validator("val_data")
+    @classmethod
+    def _check_names(cls, val_data: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        if not isinstance(val_data, dict):
+            return val_data
+        if not val_data:
+            raise ValueError("{} names no data; use NAME: PATH, or null")
+        for name in val_data:
+            if not _SET_NAME.fullmatch(name):
+                rule = "use up to 40 letters, digits, - and _"
+                raise ValueError(f"{name[:60]!r} cannot be part of a metric's name; {rule}")
+        return val_data
+
+    @property
+    def named_val_data(self) -> dict[str | None, str]:
+        """The value of `val_data` by the names of its sets, None for one without."""
+        if isinstance(self.val_data, dict):
+            return {**self.val_data}
+        if self.val_data is None:
+            return {}
+        return {None: self.val_data}

@@ -1,0 +1,39 @@
+"""The hyperparameters of reports."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lm.fields import Config, Unlogged
+
+TrackerName = Literal["wandb", "mlflow", "determined"]
+
+
+class MetricsConfig(Config, frozen=True):
+    """How often metrics are reported."""
+
+    report_rate: Unlogged[int] = Field(
+        10,
+        gt=0,
+        description="steps between training reports",
+        json_schema_extra={"aliases": ["logging_steps"]},
+    )
+    validation_rate: Unlogged[int | None] = Field(
+        None,
+        gt=0,
+        description="steps between validations; null = report_rate",
+        json_schema_extra={"aliases": ["eval_steps"]},
+    )
+    sample_rate: Unlogged[int | None] = Field(
+        None,
+        gt=0,
+        description="steps between samples; null = validation_rate if the data are text, else no"
+        " samples",
+    )
+    tracker: Unlogged[TrackerName | list[TrackerName] | None] = Field(
+        None,
+        description="services that are sent metrics, samples and status; a failure of theirs never"
+        " ends the run",
+    )

@@ -1,0 +1,500 @@
+"""The hyperparameters of the architecture, and what follows from them, without PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from lm.fields import Config, Fixed, Logged, Varied
+from lm.presets import PRESETS
+
+MAX_LAYERS = 2**12
+IGNORE_INDEX = -100
+"""Target that is excluded from the loss."""
+
+
+_YARN_OPTIONS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+ROPE_TYPES = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+}
+"""Types of `rope_scaling` -> the keys that they use."""
+
+
+class _Mapping(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """A hyperparameter that is a mapping, and is saved as one of the keys that are set."""
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        values = serialize(self)
+        return {key: value for key, value in values.items() if value != fields[key].default}
+
+
+class RopeScaling(_Mapping, frozen=True):
+    """Scaling of rotary frequencies, for contexts longer than in pre-training."""
+
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn"] = Field(
+        "llama3",
+        description="linear divides all frequencies by factor, llama3 and yarn the low ones;"
+        " dynamic none, and sequences longer than the original context are refused",
+    )
+    factor: float = Field(gt=0, le=2**24, description="divisor of the low frequencies (a ratio)")
+    low_freq_factor: float | None = Field(
+        None, gt=0, description="llama3: wavelengths above the original context / this are scaled"
+    )
+    high_freq_factor: float | None = Field(
+        None, gt=0, description="llama3: wavelengths below the original context / this are kept"
+    )
+    original_max_position_embeddings: int | None = Field(
+        None, gt=0, le=2**24, description="context length in pre-training (tokens); not for linear"
+    )
+    beta_fast: float | None = Field(
+        None,
+        ge=0.001,
+        le=2**24,
+        description="yarn: keep what turns more often in the original context; null = 32",
+    )
+    beta_slow: float | None = Field(
+        None, ge=0.001, le=2**24, description="yarn: scale what turns less often in it; null = 1"
+    )
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: factor of queries and keys; null = by factor and mscale"
+    )
+    mscale: float | None = Field(None, ge=0, description="yarn: see attention_factor")
+    mscale_all_dim: float | None = Field(None, ge=0, description="yarn: see attention_factor")
+    truncate: bool | None = Field(
+        None, description="yarn: round the range between both betas to dimensions; null = true"
+    )
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> RopeScaling:
+        used = ROPE_TYPES[self.rope_type]
+        for key in RopeScaling.model_fields:
+            if key == "rope_type":
+                continue
+            is_set = getattr(self, key) is not None
+            if is_set and key not in used:
+                raise ValueError(f"{key}: rope_type {self.rope_type} does not use it; remove it")
+            if not is_set and key in used and key not in _YARN_OPTIONS:
+                raise ValueError(f"{key} is missing; rope_type {self.rope_type} needs it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_factors(self) -> RopeScaling:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and high <= low:
+            problem = f"high_freq_factor {high:g} must be greater than low_freq_factor {low:g}"
+            raise ValueError(problem)
+        return self
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor of the rotated queries and keys, with which yarn sharpens attention."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if not (self.mscale and self.mscale_all_dim):
+            return self._mscale_of(1.0)
+        return self._mscale_of(self.mscale) / self._mscale_of(self.mscale_all_dim)
+
+    def _mscale_of(self, mscale: float) -> float:
+        if self.factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+class LayerKind(_Mapping, frozen=True):
+    """What the layers of one kind have instead of the model's values."""
+
+    sliding_window: int | None = Field(
+        None, gt=0, description="attend to the last N positions only (tokens); null = the model's"
+    )
+    rope: bool = Field(True, description="rotate queries and keys; false = they have no positions")
+    rope_theta: float | None = Field(
+        None, gt=0, description="base of the rotary wavelengths; null = the model's"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        None, description="scaling of the rotary frequencies; null = the model's"
+    )
+
+
+class Rope(NamedTuple):
+    """A rotary embedding."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
+class AttentionKind(NamedTuple):
+    """What distinguishes the attention of one layer from that of another."""
+
+    sliding_window: int | None
+    """tokens; None = full attention"""
+    rope: Rope | None
+    """None = queries and keys are not rotated"""
+
+
+VocabSize = Annotated[int, Field(gt=1, le=2**24)]
+
+
+class ModelConfig(Config, frozen=True):
+    """Hyperparameters of the architecture. `model` names a preset for the keys that are not set."""
+
+    model: Logged[str | None] = Field(
+        None, description="preset that supplies the keys below that are not set"
+    )
+    # The limits keep the number of elements of every tensor within int64, and a model on the meta
+    # device small.
+    d_model: Varied[Fixed[int]] = Field(
+        512,
+        gt=0,
+        le=2**20,
+        description="width of the residual stream",
+        json_schema_extra={"aliases": ["hidden_size", "n_embd"]},
+    )
+    n_heads: Varied[Fixed[int]] = Field(
+        8,
+        gt=0,
+        le=2**14,
+        description="query heads per layer; divides d_model if head_dim is null",
+        json_schema_extra={"aliases": ["num_attention_heads"]},
+    )
+    n_layers: Varied[Fixed[int]] = Field(
+        4,
+        gt=0,
+        le=MAX_LAYERS,
+        description="Transformer blocks",
+        json_schema_extra={"aliases": ["num_layers", "num_hidden_layers"]},
+    )
+    vocab_size: Fixed[VocabSize] = Field(
+        None,
+        validate_default=True,
+        description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for"
+        " synthetic data",
+    )
+    max_seq_len: Varied[Fixed[int]] = Field(
+        2048,
+        gt=0,
+        le=2**24,
+        description="longest sequence; the length in training (tokens)",
+        json_schema_extra={"aliases": ["seq_len", "block_size"]},
+    )
+    n_kv_heads: Fixed[int | None] = Field(
+        None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads"
+    )
+    head_dim: Fixed[int | None] = Field(
+        None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads"
+    )
+    d_ff: Fixed[int | None] = Field(
+        None,
+        gt=0,
+        le=2**24,
+        description="feed-forward width; null = 4 d_model, or Llama's rule with a gate",
+    )
+    norm: Fixed[Literal["layernorm", "rmsnorm", "rmsnorm-centered"]] = Field(
+        "layernorm",
+        description="normalization of sublayers and output; rmsnorm-centered multiplies by"
+        " 1 + weight (Gemma)",
+    )
+    norm_eps: Fixed[float] = Field(1e-5, gt=0, description="added to the variance in each norm")
+    norm_placement: Fixed[Literal["pre", "post", "both"]] = Field(
+        "pre",
+        description="normalize a sublayer's input (GPT, Llama), or its output before it is added"
+        " (OLMo 2), or both (GLM-4)",
+    )
+    qk_norm: Fixed[Literal["none", "head", "projection"]] = Field(
+        "none",
+        description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together"
+        " (OLMo 2)",
+    )
+    positions: Fixed[Literal["learned", "rope"]] = Field(
+        "learned", description="learned table, or rotary embedding"
+    )
+    n_positions: Fixed[int | None] = Field(
+        None,
+        gt=0,
+        le=2**24,
+        description="positions that a pretrained model was made for, which an export states: with"
+        " positions: learned the rows of its table; null = max_seq_len",
+    )
+    rope_theta: Fixed[float] = Field(10000.0, gt=0, description="base of the rotary wavelengths")
+    rope_scaling: Fixed[RopeScaling | None] = Field(
+        None, description="scaling of the rotary frequencies (a mapping)"
+    )
+    partial_rotary_factor: Fixed[float] = Field(
+        1.0, gt=0, le=1, description="fraction of a head that is rotated: its first dimensions"
+    )
+    rope_interleave: Fixed[bool] = Field(
+        False, description="rotate pairs of neighbors, not of the halves of a head"
+    )
+    ffn: Fixed[Literal["relu", "gelu", "swiglu", "geglu"]] = Field(
+        "relu",
+        description="feed-forward network; gelu is GPT-2's tanh form; swiglu and geglu have a gate",
+    )
+    bias: Fixed[Literal["ffn", "none", "qkv", "attention", "all"]] = Field(
+        "ffn",
+        description="linear layers with a bias (the head has none); qkv = query, key and value"
+        " (Qwen2), attention = these and the output of attention",
+    )
+    tie_embeddings: Fixed[bool] = Field(
+        False, description="use the token embedding as the output matrix"
+    )
+    sliding_window: Fixed[int | None] = Field(
+        None, gt=0, description="attend to the last N positions only (tokens)"
+    )
+    layer_pattern: Fixed[tuple[LayerKind, ...] | None] = Field(
+        None,
+        min_length=1,
+        max_length=MAX_LAYERS,
+        description="kinds of layers, repeated in turn; null = all layers are alike",
+    )
+    embedding_multiplier: Fixed[float] = Field(
+        1.0, gt=0, description="factor of the token embeddings"
+    )
+    attention_multiplier: Fixed[float | None] = Field(
+        None, gt=0, description="factor of the attention scores; null = 1 / sqrt(width of a head)"
+    )
+    residual_multiplier: Fixed[float] = Field(
+        1.0, gt=0, description="factor of a sublayer's output before it is added"
+    )
+    logits_scaling: Fixed[float] = Field(1.0, gt=0, description="divisor of the logits")
+    dropout: Fixed[float] = Field(
+        0.0, ge=0, lt=1, description="probability of zeroing an activation in training"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("model"), str):
+            return values  # no preset, or a value that pydantic rejects
+        if values["model"] not in PRESETS:
+            available = ", ".join(PRESETS)
+            raise ValueError(f"model: unknown preset {values['model']!r}; available: {available}")
+        return PRESETS[values["model"]] | values
+
+    @field_validator("vocab_size", mode="before", json_schema_input_type=VocabSize | None)
+    @classmethod
+    def _default_vocab_size(cls, size: Any) -> Any:
+        return 32000 if size is None else size
+
+    @model_validator(mode="after")
+    def _check_structure(self) -> ModelConfig:
+        problems = [*self._find_problems_of_heads(), *self._find_problems_of_positions()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _find_problems_of_heads(self) -> Iterator[str]:
+        if self.head_dim is None and self.d_model % self.n_heads:
+            fits = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
+            problem = f"{self.n_heads} does not divide d_model {self.d_model}"
+            yield f"n_heads: {problem}; nearest: {sorted(fits[:4])}"
+        elif self.positions == "rope" and (self.rotary_width % 2 or self.rotary_width == 0):
+            needs = "positions: rope needs an even"
+            if self.partial_rotary_factor != 1:
+                problem = f"{needs} number of rotated dimensions, not {self.rotary_width}"
+                yield f"partial_rotary_factor: {problem} of {self.head_width}"
+            elif self.head_dim is not None:
+                yield f"head_dim: {needs} head_dim, not {self.head_width}"
+            else:
+                yield f"n_heads: {needs} d_model / n_heads, not {self.head_width}"
+        if self.n_heads % self.kv_heads:
+            problem = f"{self.n_kv_heads} does not divide n_heads {self.n_heads}"
+            yield f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}"
+
+    def _find_problems_of_positions(self) -> Iterator[str]:
+        n_rows = self.n_positions
+        if self.positions == "learned" and n_rows is not None and self.max_seq_len > n_rows:
+            problem = f"{self.max_seq_len} exceeds n_positions {n_rows}"
+            yield f"max_seq_len: {problem}, the rows of the learned table"
+        if self.rope_scaling and self.positions != "rope":
+            yield "rope_scaling: needs positions: rope"
+        if self.layer_pattern and self.positions != "rope":
+            yield "layer_pattern: needs positions: rope"
+        for kind in set(self.attention_kinds):
+            if kind.rope is None or kind.rope.scaling is None:
+                continue
+            if kind.rope.theta <= 1:
+                yield "rope_theta: rope_scaling needs a base above 1"
+            elif self.rotary_width < 4:
+                problem = f"needs 4 or more rotated dimensions per head, not {self.rotary_width}"
+                yield f"rope_scaling: {problem}"
+            original = kind.rope.scaling.original_max_position_embeddings
+            if kind.rope.scaling.rope_type == "dynamic" and self.max_seq_len > (original or 0):
+                # All positions would be rotated by the length of the sequence: a text would depend
+                # on what it is packed, padded or generated with.
+                problem = f"{self.max_seq_len} exceeds the original context of {original}"
+                remedy = f"use {original} or less, or set rope_scaling to linear or yarn"
+                yield f"max_seq_len: {problem}, as far as dynamic is supported; {remedy}"
+
+    @property
+    def head_width(self) -> int:
+        """`head_dim`, else d_model / n_heads."""
+        if self.head_dim is not None:
+            return self.head_dim
+        return self.d_model // self.n_heads
+
+    @property
+    def attention_kinds(self) -> list[AttentionKind]:
+        """The kind of each layer's attention: `layer_pattern`, or the model's values."""
+        pattern: list[AttentionKind] = []
+        for kind in self.layer_pattern or [LayerKind.model_validate({})]:
+            rope = None
+            if self.positions == "rope" and kind.rope:
+                theta = kind.rope_theta or self.rope_theta
+                rope = Rope(theta, kind.rope_scaling or self.rope_scaling)
+            window = kind.sliding_window or self.sliding_window
+            pattern.append(AttentionKind(window, rope))
+        return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
+
+    @property
+    def rotary_width(self) -> int:
+        """The first dimensions of a head, which are rotated: `partial_rotary_factor` of them."""
+        return int(self.head_width * self.partial_rotary_factor)
+
+    @property
+    def kv_heads(self) -> int:
+        """`n_kv_heads`, else n_heads."""
+        if self.n_kv_heads is not None:
+            return self.n_kv_heads
+        return self.n_heads
+
+    @property
+    def context_length(self) -> int:
+        """Positions that an export states: `n_positions`, but at least max_seq_len."""
+        return max(self.n_positions or 0, self.max_seq_len)
+
+    @property
+    def ffn_width(self) -> int:
+        """Inner width of the feed-forward network: `d_ff`, else 4 d_model.
+
+        With a gate Llama takes two thirds of it, rounded up to a multiple of 256: three matrices
+        then have as many weights as two of the full width.
+        """
+        if self.d_ff is not None:
+            return self.d_ff
+        if self.has_gate:
+            return 256 * math.ceil(8 * self.d_model / 3 / 256)
+        return 4 * self.d_model
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the feed-forward network has a third matrix, for its gate."""
+        return self.ffn in ("swiglu", "geglu")
+
+    def structure(self) -> dict[str, Any]:
+        """Return the hyperparameters that weights depend on, with defaults filled in.
+
+        Excludes `model`, `dropout` and `max_seq_len`, and `n_positions` without a learned table.
+        """
+        excluded = {"model", "dropout", "max_seq_len", "n_positions"}
+        derived = {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads, "head_dim": self.head_width}
+        if self.positions == "learned":
+            derived["n_positions"] = self.context_length
+        return self.model_dump(mode="json", exclude=excluded) | derived
+
+    @property
+    def layer_shapes(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of a block by name, each with the shape of its weight, `(out, in)`."""
+        d = self.d_model
+        q = self.n_heads * self.head_width
+        kv = self.kv_heads * self.head_width
+        shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
+        if self.has_gate:
+            shapes["gate_proj"] = (self.ffn_width, d)
+        return shapes | {"up_proj": (self.ffn_width, d), "down_proj": (d, self.ffn_width)}
+
+    def has_bias(self, layer: str) -> bool:
+        """Return whether the linear layer of this name has a bias."""
+        if layer in ("q_proj", "k_proj", "v_proj"):
+            return self.bias in ("qkv", "attention", "all")
+        if layer == "o_proj":
+            return self.bias in ("attention", "all")
+        return self.bias in ("ffn", "all")
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters: of the embedding, the blocks, and the head."""
+        d = self.d_model
+        embedding = self.vocab_size * d
+        if self.positions == "learned":
+            embedding += self.context_length * d
+        norm = d
+        if self.norm == "layernorm" and self.bias != "none":
+            norm = 2 * d
+        head = norm
+        if not self.tie_embeddings:
+            head += self.vocab_size * d
+
+        n_norms = 4 if self.norm_placement == "both" else 2
+        block = n_norms * norm
+        for layer, (out, inner) in self.layer_shapes.items():
+            block += out * inner
+            if self.has_bias(layer):
+                block += out
+        if self.qk_norm == "head":
+            block += 2 * self.head_width
+        elif self.qk_norm == "projection":
+            block += (self.n_heads + self.kv_heads) * self.head_width
+        return embedding + self.n_layers * block + head
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs per token of forward and backward over sequences of `seq_len` tokens.
+
+        A product of an activation and a weight is two FLOPs in forward (multiply and add) and twice
+        that in backward (for the gradients of both): six FLOPs per weight. The head is a product,
+        the embedding a lookup. Attention has two more products per key that a query attends to, for
+        its score and for its value, with K numbers in each of H heads: 12 H K FLOPs per key.
+        Recomputation is not counted. Source: Chowdhery et al., PaLM (2022), appendix B.
+        """
+        in_block = sum(out * inner for out, inner in self.layer_shapes.values())
+        weights = self.n_layers * in_block + self.vocab_size * self.d_model
+        return 6 * weights + self.attention_flops_per_token(seq_len)
+
+    def attention_flops_per_token(self, seq_len: int) -> float:
+        """Return the part of `flops_per_token` that is not products with weights."""
+        q = self.n_heads * self.head_width
+        windows = Counter(kind.sliding_window for kind in self.attention_kinds)
+        flops = 0.0
+        for sliding_window, n_layers in windows.items():
+            # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
+            # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window;
+            # the mean per query is their sum / seq_len.
+            window = seq_len
+            if sliding_window is not None:
+                window = min(sliding_window, seq_len)
+            keys = window - window**2 / (2 * seq_len)
+            flops += 12 * n_layers * q * keys
+        return flops
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of `number` up to 1024."""
+    return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]

@@ -1,0 +1,398 @@
+"""The hyperparameters of training, and what follows from them, without PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from lm.errors import ConfigError
+from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied
+from lm.model_config import MAX_LAYERS, ModelConfig
+
+NF4_BLOCK = 64
+"""Weights per scale in NF4."""
+FLOAT8_MULTIPLE = 16
+"""The kernels need rows that are aligned to 16 bytes, which hold 16 numbers."""
+
+
+# ---- adapters
+
+
+UNSUPPORTED = {
+    "modules_to_save": "adapters are trained alone, without complete layers next to them",
+    "use_dora": "DoRA is not supported; it needs the norms of the merged weights at each step",
+}
+"""keys of PEFT that are refused -> the reason"""
+
+
+T = TypeVar("T")
+OfAdapters = Annotated[T, Needs("lora_rank")]
+
+
+class LoraConfig(Config, frozen=True):
+    """Low-rank adapters, trained instead of the weights of `init_from`."""
+
+    lora_rank: Fixed[int | None] = Field(
+        None,
+        gt=0,
+        description="rank of the adapters; null = train all weights",
+        json_schema_extra={"aliases": ["lora_r"]},
+    )
+    lora_alpha: OfAdapters[Fixed[float]] = Field(
+        16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
+    )
+    use_rslora: OfAdapters[Fixed[bool]] = Field(
+        False, description="scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks"
+    )
+    lora_dropout: OfAdapters[Fixed[float]] = Field(
+        0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
+    )
+    lora_targets: OfAdapters[Fixed[list[str] | None]] = Field(
+        None,
+        min_length=1,
+        description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
+        json_schema_extra={"aliases": ["target_modules", "lora_target_modules"]},
+    )
+    base_dtype: OfAdapters[Fixed[Literal["nf4"] | None]] = Field(
+        None,
+        description="dtype of the blocks' frozen matrices; nf4 = 4.5 bits a weight, as in QLoRA;"
+        " null = the compute dtype",
+        json_schema_extra={"aliases": ["load_in_4bit", "bnb_4bit_quant_type"]},
+    )
+
+    @property
+    def lora_scale(self) -> float:
+        """By which the adapters' output is multiplied."""
+        assert self.lora_rank is not None
+        return self.lora_alpha / self.rank_divisor(self.lora_rank)
+
+    def rank_divisor(self, rank: int) -> float:
+        """Return what an alpha is divided by for adapters of `rank`."""
+        if self.use_rslora:
+            return math.sqrt(rank)
+        return rank
+
+
+def adapter_problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys whose values do not fit the model, with the reason and the remedy."""
+    shapes = model.layer_shapes
+    if config.base_dtype == "nf4":
+        for name, (out, inner) in shapes.items():
+            if inner % NF4_BLOCK:
+                problem = f"{inner} inputs of {name} ({out} x {inner}) are not a multiple of"
+                yield "base_dtype", f"nf4: {problem} {NF4_BLOCK}; remove base_dtype"
+    targets = list(dict.fromkeys(config.lora_targets or shapes))
+    for name in targets:
+        if name not in shapes:
+            yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(shapes)}"
+    known = [name for name in targets if name in shapes]
+    if not known or config.lora_rank is None:
+        return
+    smallest = min(known, key=lambda name: min(shapes[name]))
+    out, inner = shapes[smallest]
+    limit = min(out, inner)
+    if config.lora_rank > limit:
+        side = f"the smaller side of {smallest} ({out} x {inner})"
+        yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {limit}"
+
+
+def adapter_structure(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys on which the meaning of adapters depends, with what null stands for."""
+    targets = set(config.lora_targets or model.layer_shapes)
+    keys = ("lora_rank", "lora_alpha", "use_rslora")
+    return {**config.model_dump(include=set(keys)), "lora_targets": sorted(targets)}
+
+
+def n_trained_parameters(config: LoraConfig, model: ModelConfig) -> int:
+    """Return the number of trained parameters: those of the adapters, or all."""
+    if config.lora_rank is None:
+        return model.n_parameters
+    shapes = model.layer_shapes
+    targets = set(config.lora_targets or shapes)
+    # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
+    n_per_rank = sum(sum(shapes[name]) for name in targets)
+    return model.n_layers * config.lora_rank * n_per_rank
+
+
+def training_flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
+    """Return the FLOPs per token of forward and backward at `max_seq_len`, adapters included.
+
+    Of the six per weight of a matrix product (two each for the output, the gradient of the input
+    and the gradient of the weight), frozen weights need four, and adapters add six per weight.
+    """
+    flops = model.flops_per_token(model.max_seq_len)
+    if config.lora_rank is None:
+        return flops
+    n_in_block = sum(out * inner for out, inner in model.layer_shapes.values())
+    n_in_head = model.vocab_size * model.d_model
+    n_frozen = model.n_layers * n_in_block + n_in_head
+    return flops - 2 * n_frozen + 6 * n_trained_parameters(config, model)
+
+
+# ---- optimizer
+
+
+DECAYING = ("linear", "cosine", "wsd")
+"""schedules whose learning rate decays"""
+
+
+class OptimConfig(Config, frozen=True):
+    """The optimizer, its learning rate schedule, and clipping."""
+
+    optimizer: Fixed[Literal["adamw", "muon"]] = Field(
+        "adamw",
+        description="optimizer; muon = Muon for the matrices of the blocks, AdamW for embeddings,"
+        " head, norms and biases",
+        json_schema_extra={"aliases": ["optim"]},
+    )
+    lr: Varied[Logged[float]] = Field(
+        1.0e-4,
+        gt=0,
+        description="peak learning rate",
+        json_schema_extra={"aliases": ["learning_rate"]},
+    )
+    lr_schedule: Varied[Logged[Literal["constant", "linear", "cosine", "wsd"]]] = Field(
+        "constant",
+        description="decay after warm-up; wsd = constant, then linear over the last decay_steps",
+        json_schema_extra={"aliases": ["lr_scheduler_type"]},
+    )
+    warmup_steps: Varied[Logged[float]] = Field(
+        0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
+    )
+    decay_steps: Annotated[Logged[float], Needs("lr_schedule", ("wsd",))] = Field(
+        0.2, gt=0, description="length of wsd's decay (steps; below 1 a fraction of the run)"
+    )
+    min_lr_ratio: Annotated[Logged[float], Needs("lr_schedule", DECAYING)] = Field(
+        0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
+    )
+    weight_decay: Varied[Logged[float]] = Field(
+        0.01, ge=0, description="decoupled decay of matrices; norms and biases have none"
+    )
+    beta1: Logged[float] = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
+    beta2: Logged[float] = Field(
+        0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients"
+    )
+    muon_momentum: Annotated[Logged[float], Needs("optimizer", ("muon",))] = Field(
+        0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"
+    )
+    grad_clip: Logged[float | None] = Field(
+        None,
+        gt=0,
+        description="maximum gradient norm; larger gradients are scaled down",
+        json_schema_extra={"aliases": ["max_grad_norm"]},
+    )
+    optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
+        "float32",
+        description="dtype of AdamW's two moments and of Muon's one; bfloat16 saves 2 bytes each,"
+        " for beta2 <= 0.99",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimConfig:
+        for key in ("warmup_steps", "decay_steps"):
+            steps = getattr(self, key)
+            if steps >= 1 and steps != int(steps):
+                problem = f"{steps} is neither an integer nor a fraction below 1"
+                raise ValueError(f"{key}: {problem}")
+        # A step lowers the mean of squares by at most 1 - beta2 of it, and bfloat16, with 8
+        # significant bits, rounds away changes below 1/512 to 1/256: the mean could never fall.
+        if self.optim_dtype == "bfloat16" and self.beta2 > 0.99:
+            problem = f"bfloat16 cannot hold changes as small as those of beta2 {self.beta2:g}"
+            raise ValueError(f"optim_dtype: {problem}; use beta2 up to 0.99, e.g. 0.95, or float32")
+        return self
+
+
+class TransferConfig(Config, frozen=True):
+    """The size at which hyperparameters were tuned, from which they are scaled to the model's."""
+
+    base_width: Fixed[int | None] = Field(
+        None,
+        gt=0,
+        le=2**20,
+        description="d_model at which lr, weight_decay and initial weights were tuned, which are"
+        " scaled from it to d_model; null = not scaled",
+    )
+    base_depth: Fixed[int | None] = Field(
+        None,
+        gt=0,
+        le=MAX_LAYERS,
+        description="n_layers at which they were tuned; null = not scaled",
+    )
+
+
+WINDOW = 128
+"""Steps whose losses and gradient norms a step is compared with."""
+
+StepNumber = Annotated[int, Field(strict=True, ge=1)]
+StepRange = tuple[StepNumber, StepNumber]
+"""The first and the last step, as reports number them: a run's first step is 1."""
+
+
+class SkipConfig(Config, frozen=True):
+    """Which steps are skipped, so that they change neither weights nor moments."""
+
+    skip_nonfinite: Logged[int] = Field(
+        10,
+        gt=0,
+        description="steps with inf or NaN gradients are skipped; abort after this many consecutive"
+        " steps that were skipped for these or as spikes (checked at reports)",
+    )
+    skip_spikes: Logged[float | None] = Field(
+        None,
+        gt=0,
+        description="skip steps whose loss or gradient norm is more than this many standard"
+        f" deviations above its mean over the last {WINDOW} steps that were not skipped, e.g. 6;"
+        " null = none",
+        json_schema_extra={"aliases": ["sigma_factor"]},
+    )
+    skip_steps: Logged[list[StepRange] | None] = Field(
+        None,
+        description="[first, last] steps whose batches are read but not trained on, e.g."
+        " [[150, 160]]; a run's first step is 1",
+        json_schema_extra={"aliases": ["steps_to_skip"]},
+    )
+
+    @field_validator("skip_steps")
+    @classmethod
+    def _check_order(cls, ranges: list[StepRange] | None) -> list[StepRange] | None:
+        end = 0
+        for first, last in ranges or ():
+            if last < first:
+                raise ValueError(f"[{first}, {last}] ends before it starts")
+            if first <= end:
+                problem = f"[{first}, {last}] starts before the end of the range before it, {end}"
+                raise ValueError(f"{problem}; sort the ranges, and merge those that overlap")
+            end = last
+        return ranges
+
+    def check_last_step(self, max_steps: int) -> None:
+        """Raise ConfigError if `skip_steps` goes beyond the last step."""
+        if not self.skip_steps:
+            return
+        first, last = self.skip_steps[-1]
+        if last > max_steps:
+            problem = f"[{first}, {last}] goes beyond the last step, {max_steps}"
+            raise ConfigError(f"skip_steps: {problem}; end it earlier, or raise max_steps")
+
+    def lists_step(self, step: int) -> bool:
+        """Return whether `skip_steps` contains `step`, of which a run's first is 1."""
+        return any(first <= step <= last for first, last in self.skip_steps or ())
+
+
+# ---- machine
+
+
+class PrecisionConfig(Config, frozen=True):
+    """Compute dtype."""
+
+    amp_dtype: Logged[Literal["auto", "bfloat16", "float16"] | None] = Field(
+        "auto",
+        description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null"
+        " = float32",
+        json_schema_extra={"aliases": ["dtype", "bf16"]},
+    )
+    float8: Logged[Literal["tensorwise", "rowwise"] | None] = Field(
+        None,
+        description="float8 recipe for the blocks' matrix products, with scales per tensor or per"
+        " row (needs torchao)",
+    )
+
+
+HYBRID = ("hybrid-full-shard", "hybrid-grad-shard")
+
+
+class ParallelConfig(Config, frozen=True):
+    """Sharding, recomputation, offload, compilation and determinism."""
+
+    sharding: Logged[
+        Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
+    ] = Field(
+        "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
+    )
+    shard_group_size: Annotated[Logged[int | None], Needs("sharding", HYBRID)] = Field(
+        None,
+        gt=0,
+        description="ranks per replica for hybrid strategies; null = the ranks of a node",
+    )
+    layer_wrap: Logged[bool] = Field(
+        True, description="all-gather layer by layer; false = the model as one FSDP unit"
+    )
+    reduce_dtype: Logged[Literal["float32", "bfloat16"]] = Field(
+        "float32",
+        description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated"
+        " gradients",
+    )
+    cpu_offload: Logged[bool] = Field(
+        False, description="keep parameters, gradients and optimizer state in host memory"
+    )
+    activation_checkpointing: Logged[Literal["none", "selective", "full"]] = Field(
+        "none",
+        description="recompute in backward: nothing, all but attention and matrix products, or full"
+        " blocks",
+        json_schema_extra={"aliases": ["gradient_checkpointing"]},
+    )
+    activation_offload: Logged[bool] = Field(
+        False,
+        description="keep what blocks save for backward in host memory, except for the last two"
+        " blocks",
+    )
+    sync_each_micro_step: Logged[bool] = Field(
+        False,
+        description="reduce-scatter in every micro-step, so that a rank accumulates gradients of"
+        " its shard only",
+    )
+    compile: Logged[Literal["auto"] | bool] = Field(
+        "auto", description="compile the blocks and the loss; auto = on GPUs and for float8"
+    )
+    deterministic: Logged[bool] = Field(
+        False,
+        description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower"
+        " attention",
+    )
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether parameters are resharded after forward and all-gathered again in backward."""
+        return self.sharding.endswith("full-shard")
+
+    def compiles(self, on_gpu: bool, float8: str | None) -> bool:
+        """Return whether the blocks and the loss are compiled."""
+        if self.compile == "auto":
+            return on_gpu or float8 is not None
+        return self.compile
+
+
+TorchProfilerSteps = Annotated[Unlogged[tuple[int, int, int]], Needs("torch_profiler")]
+
+
+class ProfilingConfig(Config, frozen=True):
+    """Profilers of Core API and PyTorch."""
+
+    core_api_profiler: Unlogged[bool] = Field(
+        False, description="report GPU, CPU, memory, disk and network use to the Web UI"
+    )
+    torch_profiler: Unlogged[bool] = Field(
+        False, description="write PyTorch traces for TensorBoard, one file per rank"
+    )
+    torch_profiler_steps: TorchProfilerSteps = Field(
+        (1, 1, 2),
+        description="steps to wait, to warm up and to trace, once, counted from the first step of"
+        " the process",
+    )
+    memory_snapshot: Unlogged[bool] = Field(
+        False,
+        description="write a snapshot of GPU memory per rank at the end, also after running out of"
+        " memory",
+    )
+
+    @field_validator("torch_profiler_steps")
+    @classmethod
+    def _check_steps(cls, steps: tuple[int, int, int]) -> tuple[int, int, int]:
+        wait, warmup, active = steps
+        if wait < 0 or warmup < 0 or active < 1:
+            problem = "wait and warm-up must be at least 0, traced steps at least 1"
+            raise ValueError(f"{list(steps)}: {problem}")
+        return steps

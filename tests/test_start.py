@@ -1,0 +1,85 @@
+"""What answers from text does so without PyTorch, whose import takes seconds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import REPOSITORY
+from tests.support.checkpoints import write_checkpoint
+
+FSDP = str(REPOSITORY / "fsdp.py")
+QUICKSTART = str(REPOSITORY / "recipes" / "quickstart.yaml")
+LORA = "lora_rank=3"
+INIT = "init_from=models"
+
+
+def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run Python with `arguments`, and return which packages it imported."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={"PYTHONPATH": str(REPOSITORY), "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    imported = set(re.findall(r"^import time: .*\| +(\w+)$", done.stderr, re.MULTILINE))
+    return done, imported
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [FSDP, "--help"],
+        ["-m", "lm.config"],
+        ["-m", "lm.config", "lr"],
+        ["-m", "lm.config", "--presets"],
+        ["-m", "lm.prepare", "--help"],
+        ["-m", "lm.report", "--help"],
+        ["-m", "lm.launch", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_answers_need_no_pytorch(arguments: list[str], tmp_path: Path) -> None:
+    done, imported = run(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert "torch" not in imported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([QUICKSTART, "lrr=1"], "argument lrr: no such hyperparameter; did you mean lr?"),
+        ([QUICKSTART, "lr=fast"], 'argument lr: "fast" is not a number > 0'),
+        ([QUICKSTART, "n_heads=7"], "argument n_heads: 7 does not divide"),
+        ([QUICKSTART, LORA, "optimizer=adamw"], "lora_rank: adapters of rank 3 need weights"),
+        ([QUICKSTART, "lr=0", INIT], "argument lr: 0 is not a number > 0"),
+        (["quick.yaml"], "No such file or directory"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_wrong_command_line_is_refused_before_pytorch(
+    arguments: list[str], problem: str, tmp_path: Path
+) -> None:
+    done, imported = run(tmp_path, FSDP, "--config", *arguments)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(lines) == 1
+    assert problem in lines[0]
+    assert "torch" not in imported
+
+
+def test_checkpoints_are_listed_without_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    write_checkpoint(tmp_path / "checkpoints" / "18f2b7b9-8fae-4f32-a9f4-3a0d1b8d8f2c")
+    done, imported = run(tmp_path, "-m", "lm.checkpoint", "list", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "step " in done.stdout
+    assert "torch" not in imported
