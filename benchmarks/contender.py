@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from lm import config  # noqa: E402
-from lm.data.loader import derive_global_batch_size  # noqa: E402
+from lm.data.config import derive_global_batch_size  # noqa: E402
 from lm.launch.launch import Launch  # noqa: E402
 from lm.metrics.device import peak_flops, peak_memory_gib  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402

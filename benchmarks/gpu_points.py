@@ -45,7 +45,7 @@ from benchmarks.gpu import Row
 from benchmarks.observer import StepObserver
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.config import Hyperparameters
-from lm.data.loader import derive_global_batch_size
+from lm.data.config import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
 from lm.launch.spawn import die_with_parent, run_and_exit

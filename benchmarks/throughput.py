@@ -45,7 +45,7 @@ from benchmarks.common import (
 )
 from benchmarks.contender import MARK, convert_to_llama
 from lm import config
-from lm.data.loader import derive_global_batch_size
+from lm.data.config import derive_global_batch_size
 from lm.launch.spawn import default_n_ranks
 
 CONTENDERS = ["ours+compile=true", "fsdp1-float32", "fsdp1-bfloat16", "transformers"]

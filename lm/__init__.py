@@ -9,6 +9,7 @@
 5  lm.memory                                     whether the ranks have room for what a run keeps
 5  lm.resume                                     which checkpoint a run resumes from
 5  lm.start                                      what precedes the import of PyTorch
+5  lm.inputs                                     what the result of a run depends on
 4  lm.config, lm.hf                              all hyperparameters; Hugging Face models
 3  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
 2  lm.training, lm.metrics, lm.data              what a step is made of

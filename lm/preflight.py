@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import shlex
 import socket
 import stat
 import sys
 import tempfile
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +20,22 @@ import torch
 
 from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.store import CheckpointStore
-from lm.config import DEFAULT_SEED, REPOSITORY, Hyperparameters
-from lm.data.loader import derive_global_batch_size
+from lm.config import Hyperparameters
+from lm.data.config import derive_global_batch_size
 from lm.data.run_data import TOKENIZED_ONCE, Data, open_data
-from lm.data.tokenizer import CHAT_TEMPLATE
 from lm.data.tokens import check_token_files
-from lm.data.validation import validation_metric_names
 from lm.determined import master
 from lm.determined.search import Searcher, require_inputs, search_inputs
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import adapters, weights
-from lm.hf.base import find_base, fingerprint_weights
+from lm.hf.base import find_base
+from lm.inputs import (
+    check_searcher,
+    find_versions,
+    fingerprint_inputs,
+    fingerprint_tasks,
+    resolve_seed,
+)
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
@@ -44,7 +46,6 @@ from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
-from lm.tasks.scoring import metric_names
 from lm.tasks.task import Task
 from lm.training import parallelize
 from lm.training.config import WINDOW
@@ -227,7 +228,7 @@ class ResolvedRun:
             "device": device,
             "host": socket.gethostname(),
             "command": shlex.join(sys.argv),
-            "versions": _versions(),
+            "versions": find_versions(),
             "inputs": search_inputs(os.environ),
         }
 
@@ -392,15 +393,6 @@ def _check_platform(hp: Hyperparameters, trial: det.ClusterInfo | None) -> None:
         raise ConfigError(f"{problem}, {cause}; {remedy}")
 
 
-def resolve_seed(seed: int | None, trial: det.ClusterInfo | None) -> int:
-    """Return the seed of a run: the given one, or that of the trial on a cluster that it is."""
-    if seed is not None:
-        return seed
-    if trial is not None:
-        return trial.trial.trial_seed
-    return DEFAULT_SEED
-
-
 @oserror_as_config_error
 def choose_cache(dry_run: bool = False) -> None:
     """Let PyTorch cache compiled code, which it executes, where no other user can write.
@@ -436,60 +428,6 @@ def _find_length(hp: Hyperparameters, data: Data, batch_size: int) -> int:
     if max_steps > 0:
         hp.skipping.check_last_step(max_steps)
     return max_steps
-
-
-def fingerprint_inputs(hp: Hyperparameters, data: Data, tasks: str | None) -> dict[str, Any]:
-    """Return what the results of a run depend on, besides its hyperparameters, by content.
-
-    Args:
-        tasks: their fingerprint.
-    """
-    fingerprints = data.fingerprints()
-    inputs = {
-        "train_data": fingerprints["data"]["train"],
-        "val_data": fingerprints["data"]["validation"],
-        "tokenizer": fingerprints["tokenizer"],
-        "eval_tasks": tasks,
-        "versions": _versions(),
-    }
-    if data.tokenizer is not None and CHAT_TEMPLATE in data.tokenizer.files:
-        inputs["chat_template"] = sha256(data.tokenizer.files[CHAT_TEMPLATE]).hexdigest()
-    if hp.checkpoint.init_from is not None:
-        inputs["init_from"] = fingerprint_weights(hp.checkpoint.init_from)
-    return inputs
-
-
-def _versions() -> str:
-    package = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return (
-        f"{package['name']} {package['version']}, Python {platform.python_version()},"
-        f" PyTorch {torch.__version__}, Determined {det.__version__}"
-    )
-
-
-def fingerprint_tasks(tasks: Sequence[Task]) -> str:
-    """Return what identifies the questions of all tasks by content."""
-    return "; ".join(task.fingerprint() for task in tasks)
-
-
-def check_searcher(searcher: Searcher, config: TasksConfig, data: Data) -> None:
-    """Raise ConfigError if the searcher cannot work with the metrics of a run's validations."""
-    has_text = data.tokenizer is not None
-    smaller_is_better = validation_metric_names(data.validation, has_text)
-    larger_is_better: list[str] = []
-    of_tasks = [metric_names(task.name) for task in read_tasks(config.eval_tasks or (), 1)]
-    eval_rate = config.eval_rate or searcher.validation_rate
-    if (
-        any(searcher.metric in names for names in of_tasks)
-        and eval_rate != searcher.validation_rate
-    ):
-        problem = f"{eval_rate} differs from validation_rate {searcher.validation_rate}"
-        reason = f"searcher.metric {searcher.metric} would be missing in some validations"
-        raise ConfigError(f"eval_rate: {problem}: {reason}; remove eval_rate")
-    for names in of_tasks:
-        larger_is_better.append(names.acc)
-        smaller_is_better.append(names.bpb)
-    searcher.check(smaller_is_better, larger_is_better)
 
 
 def _read_tasks(config: TasksConfig, validation_rate: int, data: Data) -> list[Task]:

@@ -21,12 +21,12 @@ from tokenizers.models import Unigram, WordPiece
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
 
-from lm.data.dataset import Dataset, Position, ValidationSet
-from lm.data.loader import Batch, Loader, derive_global_batch_size
+from lm.data.config import derive_global_batch_size
+from lm.data.dataset import Dataset, Position, ValidationSet, validation_metric_names
+from lm.data.loader import Batch, Loader
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
 from lm.data.tokens import TokenWindowDataset
-from lm.data.validation import validation_metric_names
 from lm.errors import ConfigError
 from lm.prepare import __main__ as prepare
 from model import IGNORE_INDEX

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support import REPOSITORY
 from tests.support.checkpoints import write_checkpoint
+from tests.support.hyperparameters import TINY
 
 FSDP = str(REPOSITORY / "fsdp.py")
 QUICKSTART = str(REPOSITORY / "recipes" / "quickstart.yaml")
@@ -40,6 +42,7 @@ def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str]
         ["-m", "lm.config"],
         ["-m", "lm.config", "lr"],
         ["-m", "lm.config", "--presets"],
+        ["-m", "lm.search", "--help"],
         ["-m", "lm.prepare", "--help"],
         ["-m", "lm.report", "--help"],
         ["-m", "lm.launch", "--help"],
@@ -82,4 +85,25 @@ def test_checkpoints_are_listed_without_pytorch(tmp_path: Path) -> None:
     done, imported = run(tmp_path, "-m", "lm.checkpoint", "list", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "step " in done.stdout
+    assert "torch" not in imported
+
+
+def test_search_without_pytorch_finds_its_best_trial(tmp_path: Path) -> None:
+    """Its trials are processes with PyTorch; it reads the hyperparameters, data and results."""
+    experiment = {
+        "searcher": {"name": "grid", "metric": "loss"},
+        "hyperparameters": TINY
+        | {
+            "dataset": "text",
+            "lr": {"type": "categorical", "vals": [1e-3, 0]},
+            "max_steps": 1,
+            "num_tokens": 0,
+            "vocab_size": 257,
+        },
+    }
+    (tmp_path / "few.yaml").write_text(yaml.safe_dump(experiment))
+    done, imported = run(tmp_path, "-m", "lm.search", "few.yaml", "validation_batches=1")
+    assert done.returncode == 0, done.stderr
+    assert "trial-1 trains to step 1" in done.stdout
+    assert "trial-2 dropped" in done.stdout
     assert "torch" not in imported

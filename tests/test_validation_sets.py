@@ -13,10 +13,10 @@ import torch
 
 from lm import config as lm_config
 from lm.checkpoint.manifest import read_manifest
-from lm.data.dataset import ValidationSet
+from lm.data.dataset import ValidationSet, validation_metric_names
 from lm.data.loader import Loader
 from lm.data.run_data import Data, DataConfig, open_data
-from lm.data.validation import ValidationSums, validation_metric_names
+from lm.data.validation import ValidationSums
 from lm.errors import ConfigError
 from lm.launch.launch import Launch
 from lm.runtime.rendezvous import join_world

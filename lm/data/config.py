@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
+from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Varied
 
 MAX_BATCH_SIZE = 2**24
@@ -124,3 +125,22 @@ class DataConfig(Config, frozen=True):
         if self.val_data is None:
             return {}
         return {None: self.val_data}
+
+
+def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
+    """Return the sequences per optimizer step over all ranks.
+
+    Raises:
+        ConfigError: it is not a multiple of batch_size * dp_size; names the nearest ones.
+    """
+    n_per_micro_step = config.batch_size * dp_size
+    total = config.total_batch_size or n_per_micro_step
+    if total % n_per_micro_step != 0:
+        below = total // n_per_micro_step * n_per_micro_step
+        nearest = f"{below + n_per_micro_step}"
+        if below > 0:
+            nearest = f"{below} or {nearest}"
+        unit = f"batch_size {config.batch_size} x {dp_size} ranks"
+        problem = f"{total} is not a multiple of {unit}"
+        raise ConfigError(f"total_batch_size: {problem}; use {nearest}")
+    return total

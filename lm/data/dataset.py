@@ -122,3 +122,21 @@ class TrainSource(Protocol):
     def batches(self, start: Position) -> Generator[SampleBatch]:
         """Yield batches from `start` on, endlessly."""
         ...
+
+
+def validation_metric_names(sets: Sequence[ValidationSet], has_text: bool) -> list[str]:
+    """Return the metrics of validations, of which the smallest value is the best.
+
+    Args:
+        has_text: the tokens have a tokenizer.
+    """
+    names = ["loss", "perplexity"]
+    if has_text and all(each.dataset.has_bytes for each in sets):
+        names.append("bits_per_byte")
+    for validation_set in sets:
+        if validation_set.name is None:
+            continue
+        names.append(validation_set.metric("loss"))
+        if has_text and validation_set.dataset.has_bytes:
+            names.append(validation_set.metric("bits_per_byte"))
+    return names

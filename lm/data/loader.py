@@ -20,28 +20,7 @@ from lm.data.config import DataConfig
 from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.run_data import Data
 from lm.data.stream import resume_streams
-from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
-
-
-def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
-    """Return the sequences per optimizer step over all ranks.
-
-    Raises:
-        ConfigError: it is not a multiple of batch_size * dp_size; names the nearest ones.
-    """
-    n_per_micro_step = config.batch_size * dp_size
-    total = config.total_batch_size or n_per_micro_step
-    if total % n_per_micro_step != 0:
-        below = total // n_per_micro_step * n_per_micro_step
-        nearest = f"{below + n_per_micro_step}"
-        if below > 0:
-            nearest = f"{below} or {nearest}"
-        unit = f"batch_size {config.batch_size} x {dp_size} ranks"
-        problem = f"{total} is not a multiple of {unit}"
-        raise ConfigError(f"total_batch_size: {problem}; use {nearest}")
-    return total
-
 
 LENGTHS = 8
 """How many lengths micro-batches of one sample a row have: each is compiled."""

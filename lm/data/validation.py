@@ -14,24 +14,6 @@ from lm.model_config import IGNORE_INDEX
 from lm.runtime.world import World
 
 
-def validation_metric_names(sets: Sequence[ValidationSet], has_text: bool) -> list[str]:
-    """Return the metrics of validations, of which the smallest value is the best.
-
-    Args:
-        has_text: the tokens have a tokenizer.
-    """
-    names = ["loss", "perplexity"]
-    if has_text and all(each.dataset.has_bytes for each in sets):
-        names.append("bits_per_byte")
-    for validation_set in sets:
-        if validation_set.name is None:
-            continue
-        names.append(validation_set.metric("loss"))
-        if has_text and validation_set.dataset.has_bytes:
-            names.append(validation_set.metric("bits_per_byte"))
-    return names
-
-
 class ValidationSums:
     """Loss sums and targets of each validation set, on this rank's device.
 

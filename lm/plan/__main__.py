@@ -22,7 +22,7 @@ import torch
 
 from lm import config
 from lm.config import Hyperparameters
-from lm.data.loader import derive_global_batch_size
+from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError, command
 from lm.fileio import home_path
 from lm.hf import adapters, weights

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp import build_model
 from lm.config import Hyperparameters
-from lm.data.loader import derive_global_batch_size
+from lm.data.config import derive_global_batch_size
 from lm.memory import Ranks
 from lm.runtime.world import make_mesh
 from lm.training import optim, parallelize, precision

@@ -19,16 +19,15 @@ from pydantic import BaseModel
 from lm import config, strict_yaml
 from lm.checkpoint.manifest import CheckpointError
 from lm.config import REPOSITORY, Hyperparameters
-from lm.data.loader import derive_global_batch_size
+from lm.data.config import derive_global_batch_size
 from lm.data.run_data import open_data
 from lm.data.tokens import check_token_files
 from lm.determined.search import Searcher, differences
 from lm.errors import ConfigError, limit_problems
 from lm.fileio import parse_json, read_bytes, replace_durably
-from lm.hf import adapters
+from lm.inputs import check_searcher, fingerprint_inputs, fingerprint_tasks, resolve_seed
 from lm.launch.console import announce
 from lm.model_config import ModelConfig
-from lm.preflight import check_searcher, fingerprint_inputs, fingerprint_tasks, resolve_seed
 from lm.runtime.lease import in_use_error
 from lm.runtime.run_dir import SEARCH_FILE, RunDir, lock_file, make_directory
 from lm.search.experiment import Experiment, Point
@@ -129,7 +128,7 @@ class Search:
                 experiment.overrides,
                 str(experiment.path),
                 experiment.lines,
-                adapters.model_defaults,
+                _model_defaults,
             )
             if hp.run.max_epochs is not None:
                 raise ConfigError("max_epochs: a search counts steps; set max_steps instead")
@@ -295,6 +294,13 @@ class Search:
         script = os.path.relpath(REPOSITORY / "fsdp.py")
         command = ["python", "-m", "lm.launch", "--nproc", str(self.experiment.slots), script]
         return [*command, "--config", str(trial.config), f"run_name={self.name}-best"]
+
+
+def _model_defaults(source: str) -> Mapping[str, Any]:
+    """Return the hyperparameters of `init_from`; a search without it needs no PyTorch."""
+    from lm.hf import adapters
+
+    return adapters.model_defaults(source)
 
 
 def _start_date(directory: Path) -> datetime.date:

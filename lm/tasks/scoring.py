@@ -22,7 +22,7 @@ from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.sampling import varying_lengths
 from lm.tasks.packing import PackedSequence, TokenizedTask, list_parts, make_inputs
-from lm.tasks.task import Norm
+from lm.tasks.task import Norm, metric_names
 from model import Transformer
 
 
@@ -150,18 +150,6 @@ class TaskResult:
         """Return what a run reports of the task."""
         names = metric_names(self.task.name)
         return {names.acc: self.acc.value, names.bpb: self.bpb.value}
-
-
-class MetricNames(NamedTuple):
-    """Names of the metrics of a task."""
-
-    acc: str
-    bpb: str
-
-
-def metric_names(name: str) -> MetricNames:
-    """Return the names under which a run reports accuracy and bits per byte of the task `name`."""
-    return MetricNames(f"eval_{name}_acc", f"eval_{name}_bpb")
 
 
 def grade(task: TokenizedTask, scores: ChoiceScores) -> TaskResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Norm = Literal["none", "char", "token"]
 """What the log-likelihood of a choice is divided by before choices are compared."""
@@ -42,3 +42,15 @@ class Task:
         for question in self.questions:
             digest.update(repr(question).encode(errors="backslashreplace"))
         return f"{self.name}: {len(self.questions)} questions, sha256 {digest.hexdigest()}"
+
+
+class MetricNames(NamedTuple):
+    """Names of the metrics of a task."""
+
+    acc: str
+    bpb: str
+
+
+def metric_names(name: str) -> MetricNames:
+    """Return the names under which a run reports accuracy and bits per byte of the task `name`."""
+    return MetricNames(f"eval_{name}_acc", f"eval_{name}_bpb")
