@@ -26,9 +26,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 if __name__ == "__main__":
+    if sys.flags.safe_path:  # Python has left out the directory of this file
+        sys.path.insert(0, str(Path(__file__).parent))
     from lm.start import start_run
 
     start_run()  # before torch is imported, which takes seconds

@@ -694,3 +694,10 @@ def test_shellcheck_accepts_the_shell_scripts() -> None:
     command = [Path(sys.executable).parent / "shellcheck", *scripts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("option", ["-P", "-I"])
+def test_script_runs_without_its_directory_in_the_path(option: str, tmp_path: Path) -> None:
+    command = [sys.executable, option, str(REPOSITORY / "fsdp.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
