@@ -236,6 +236,7 @@ GOOD = {"context": "a", "choices": ["b", "c"], "gold": 0}
         b"{",
         b"\xff{}",
         b"[" * 100_000,
+        b'{"gold": 0, ' + json.dumps(GOOD).encode()[1:],
         json.dumps(GOOD | {"context": None}).encode(),
         json.dumps(GOOD | {"context": "\ud800"}).encode(),
         json.dumps(GOOD | {"choices": []}).encode(),

@@ -16,9 +16,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from lm.data.files import read_blocks
+from lm.data.files import load_json, read_blocks
 from lm.data.signatures import advise_encoding
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.launch.requirements import requires
@@ -200,11 +200,12 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             continue
         place = f"{path}:{number}"
         try:
-            record = parse_json(line)
+            with error_prefix(place):
+                record = load_json(line.decode())
         except UnicodeDecodeError as error:
             problem = f"byte {error.start} is not UTF-8"
             raise ConfigError(f"{place}: {problem}; {advise_encoding(path, line)}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{place}: not valid JSON: {error}") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{place}: not a JSON object")
