@@ -11,6 +11,8 @@ import os
 import pickle
 import re
 import sqlite3
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,7 @@ from lm.prepare.readers import read_documents, read_ids
 from lm.tasks.questions import read_tasks
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
+from tests.support import REPOSITORY
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 
 TOKENIZER = ByteTokenizer()
@@ -90,6 +93,20 @@ def test_link_to_nothing_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "data/none.txt").symlink_to("../.git/annex/objects/0x/MD5E-s9--00.txt")
     with pytest.raises(ConfigError, match=r"data/none.txt: is a link to .*, which does not exist"):
         find_files(f"{tmp_path}/{name}", "train_data")
+
+
+LATIN = """
+from lm.data.files import find_files
+find_files("a" + chr(228) + ".txt", "train_data")
+"""
+
+
+def test_missing_file_names_an_encoding_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a\u00e4.txt").touch()
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", LATIN]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert b"as ascii of this locale encodes it; set LC_ALL=C.UTF-8" in done.stderr
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])

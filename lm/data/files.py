@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import sys
 import sysconfig
 import zlib
 from collections import Counter
@@ -89,6 +90,10 @@ def find_files(where: str | None, key: str) -> list[Path]:
 
 def check_path(where: str, key: str) -> None:
     """Raise ConfigError if `where`, which does not exist, is a URL or contains a variable."""
+    encoding = sys.getfilesystemencoding()
+    if not where.isascii() and encoding != "utf-8":
+        problem = f"no file found at {where!r}, as {encoding} of this locale encodes it"
+        raise ConfigError(f"{key}: {problem}; set LC_ALL=C.UTF-8")
     scheme, separator, _ = where.partition("://")
     if separator:
         command = _DOWNLOADS.get(scheme, "a command of your storage").format(shlex.quote(where))
