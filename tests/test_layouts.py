@@ -370,6 +370,15 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         {"messages": json.dumps(chat()), "tools": tools_as_text()},
         [("tools", tools_as_text()), *CHAT],
     ),
+    "calls-as-json-text": (
+        {
+            "messages": [
+                {"role": "user", "content": "Q"},
+                {"role": "assistant", "content": "A", "tool_calls": "[]"},
+            ]
+        },
+        CHAT,
+    ),
     "parquet-nulls": (
         {
             "messages": [
@@ -433,6 +442,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "rejected": {"from": "gpt", "value": "B"},
         },
         "chosen: preferences",
+    ),
+    "swift-dpo": (
+        {"messages": chat(), "rejected_response": "B"},
+        "rejected_response: preferences",
+    ),
+    "chosen-response": (
+        {"prompt": "Q", "chosen_response": "A", "rejected_response": "B"},
+        "chosen_response: preferences",
+    ),
+    "llamafactory-kto": ({"messages": chat(), "kto_tag": False}, "kto_tag: labels"),
+    "trl-prm": ({"prompt": "Q", "completions": ["A"], "labels": [True]}, "labels: labels"),
+    "arena": (
+        {"question": "Q", "response": "A", "winner": "model_b"},
+        "winner: preferences",
     ),
     "openai-preference": (
         {

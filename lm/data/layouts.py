@@ -39,16 +39,18 @@ _SPEAKERS = ("user", "assistant")
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING_KEYS}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
+_PREFERENCES = "preferences are not trained; write the replies to be learned as messages"
+_PREFERENCE_KEY = re.compile(r"(chosen|rejected|preferred|non_preferred)_(?!score|rating|model)")
+_LABELS = "labels are not trained; keep the records to be learned, without it"
 _REASONS = {
-    **dict.fromkeys(
-        ("chosen", "rejected", "preferred_output", "non_preferred_output"),
-        "preferences are not trained; write the replies to be learned as messages",
-    ),
+    **dict.fromkeys(("chosen", "rejected", "preference", "winner"), _PREFERENCES),
     **dict.fromkeys(
         ("image", "images", "audio", "audios", "video", "videos"),
         "images, audio and video are not trained; choose data of text",
     ),
-    "label": "labels are not trained; keep the records to be learned, without it",
+    **dict.fromkeys(
+        ("label", "labels", "kto_tag", "desirable", "accepted", "liked", "thumbs_up"), _LABELS
+    ),
     "chat_template_kwargs": "not read in records; set chat_template_kwargs for the run",
 }
 """why records with these keys are refused"""
@@ -208,6 +210,8 @@ class LayoutReader:
             raise ConfigError(f"{problem}, not one of {', '.join(_ROLES)}")
         if "content" not in message and "value" in message:
             message["content"] = message.pop("value")
+        if "tool_calls" in message:
+            message["tool_calls"] = _decode(message["tool_calls"])
         content = _join_parts(message.get("content"))
         if message["role"] == "function_call":
             message |= {"role": "assistant", "tool_calls": _read_calls(content, place)}
@@ -237,8 +241,9 @@ class LayoutReader:
         """Raise ConfigError if a key of a record that is not read holds content."""
         refused: list[str] = []
         for key in self._count_unread(values, placed):
-            if key in _REASONS:
-                raise ConfigError(f"{key}: {_REASONS[key]}")
+            reason = _find_reason(key)
+            if reason is not None:
+                raise ConfigError(f"{key}: {reason}")
             if _is_content(key, values[key]) and not self._repeats(values, keys, key):
                 refused.append(key)
         if refused:
@@ -265,8 +270,9 @@ class LayoutReader:
 def _explain(record: Mapping[str, Any], text_field: str) -> str:
     """Return why a record has no layout, and what to do."""
     for key in record:
-        if key in _REASONS and not _is_empty(record[key]):
-            return f"{key}: {_REASONS[key]}"
+        reason = _find_reason(key)
+        if reason is not None and not _is_empty(record[key]):
+            return f"{key}: {reason}"
     keys = [key if value is not None else f"{key} (null)" for key, value in record.items()]
     problem = f"no {text_field} (text_field), no messages, no question with a reply"
     problem += f"; the line has the keys: {', '.join(keys) or 'none'}"
@@ -276,6 +282,13 @@ def _explain(record: Mapping[str, Any], text_field: str) -> str:
     elif len(record) == 1:
         remedy += "; if it is a list of records, write each of them on a line"
     return f"{problem}; {remedy}"
+
+
+def _find_reason(key: str) -> str | None:
+    """Return why records with `key` are refused; None = they are not."""
+    if _PREFERENCE_KEY.match(key):
+        return _PREFERENCES
+    return _REASONS.get(key)
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:
