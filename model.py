@@ -530,11 +530,18 @@ def find_logits_limit(device: torch.device, memory: int | None = None) -> int:
     return min(LOGITS_LIMITS["cuda"], total // (16 * 4))
 
 
-ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+ChunkCrossEntropy = Callable[
+    [Tensor, Tensor, Tensor, bool, Tensor | None], tuple[Tensor, Tensor, Tensor]
+]
+"""`chunk_cross_entropy`, or its compiled form"""
 
 
 def chunk_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    needs_grad: bool,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of -log p(target) for the logits `x @ weight.T`, and its gradients.
 
@@ -547,6 +554,7 @@ def chunk_cross_entropy(
         targets: `(N,)`.
         needs_grad: if false, the gradients are empty tensors; the one for `weight` also is if
             `weight` is frozen.
+        factors: `(N,)`, of the terms in the sum whose gradients are returned; None = 1.
 
     Returns:
         The sum in nats, a float32 scalar, and the gradients of `x` and `weight`.
@@ -564,7 +572,10 @@ def chunk_cross_entropy(
         grad = grad - one_hot.float()
     else:
         grad.scatter_add_(-1, target, grad.new_full(target.shape, -1))
-    grad = grad.masked_fill_(~counts, 0).to(x.dtype)
+    grad = grad.masked_fill_(~counts, 0)
+    if factors is not None:
+        grad = grad.mul_(factors[:, None])
+    grad = grad.to(x.dtype)
     x_grad = grad @ weight
     if not weight.requires_grad:
         return loss_sum, x_grad, x.new_empty(0)
@@ -578,6 +589,42 @@ def even_chunk_size(total: int, limit: int) -> int:
         if total % n_chunks == 0:
             return total // n_chunks
     return math.ceil(total / least)
+
+
+def cross_entropy_by_chunks(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    size: int,
+    needs_grad: bool,
+    function: ChunkCrossEntropy,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `function` does, from chunks of `size` targets, to hold few logits at once.
+
+    Args:
+        function: `chunk_cross_entropy`, which also describes all other arguments.
+    """
+    loss_sum = torch.zeros((), device=x.device)
+    x_grads: list[Tensor] = []
+    weight_grad = x.new_empty(0)
+    for start in range(0, len(x), size):
+        chunk = slice(start, start + size)
+        chunk_factors = None
+        if factors is not None:
+            chunk_factors = factors[chunk]
+        chunk_sum, x_grad, weight_term = function(
+            x[chunk], weight, targets[chunk], needs_grad, chunk_factors
+        )
+        loss_sum += chunk_sum
+        x_grads.append(x_grad)
+        if start > 0:
+            weight_grad += weight_term
+        elif size >= len(x):  # the only chunk
+            weight_grad = weight_term
+        else:  # a sum of many terms, in float32
+            weight_grad = weight_term.float()
+    return loss_sum, torch.cat(x_grads), weight_grad
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -598,33 +645,43 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
         function: ChunkCrossEntropy,
     ) -> Tensor:
-        """Return the sum in nats, a float32 scalar, over chunks of `size` targets.
-
-        Args:
-            x, weight, targets, needs_grad: see `chunk_cross_entropy`.
-            function: `chunk_cross_entropy`, or its compiled form.
-        """
-        loss_sum = torch.zeros((), device=x.device)
-        x_grads: list[Tensor] = []
-        weight_grad: Tensor | None = None
-        for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
-            chunk_sum, x_grad, weight_term = function(x_chunk, weight, target_chunk, needs_grad)
-            loss_sum += chunk_sum
-            x_grads.append(x_grad)
-            if weight_grad is not None:
-                weight_grad += weight_term
-            elif size >= len(x):  # the only chunk
-                weight_grad = weight_term
-            else:  # a sum of many terms, in float32
-                weight_grad = weight_term.float()
+        """Return the sum in nats, a float32 scalar; see `cross_entropy_by_chunks`."""
+        loss_sum, x_grad, weight_grad = cross_entropy_by_chunks(
+            x, weight, targets, size, needs_grad, function
+        )
         if needs_grad:
-            ctx.save_for_backward(torch.cat(x_grads), weight_grad)
+            ctx.save_for_backward(x_grad, weight_grad)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_grad, weight_grad = ctx.saved_tensors
         return x_grad * grad, (weight_grad * grad).to(x_grad.dtype), None, None, None, None
+
+
+class TargetScores(torch.autograd.Function):
+    """Each target's log-probability, and whether no token is more likely, in chunks.
+
+    What multiplies a log-probability's gradient is known only after the forward pass, so backward
+    computes the logits again.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, size: int
+    ) -> Tensor:
+        """Return the scores, `(2, N)` float32; see `score_targets`."""
+        ctx.save_for_backward(x, weight, targets)
+        ctx.size = size
+        return score_targets(x, weight, targets, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, targets = ctx.saved_tensors
+        _, x_grad, weight_grad = cross_entropy_by_chunks(
+            x, weight, targets, ctx.size, True, chunk_cross_entropy, factors=-grad[0]
+        )
+        return x_grad, weight_grad.to(weight.dtype), None, None
 
 
 class Head(nn.Module):
@@ -669,8 +726,7 @@ class Head(nn.Module):
         if targets is None:
             return F.linear(x, weight)
         if queries is not None:
-            size = max(1, self._max_rows(weight) // 16)  # no slower without gradients
-            return score_targets(x, weight, targets, size)
+            return self._score(x, weight, targets)
         return self._loss_sum(x.flatten(0, 1), weight, targets.flatten())
 
     def _max_rows(self, weight: Tensor) -> int:
@@ -679,6 +735,13 @@ class Head(nn.Module):
         if limit is None:
             limit = find_logits_limit(weight.device)
         return max(1, limit // len(weight))
+
+    def _score(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the scores of targets, `(2, N)` float32; see `score_targets`."""
+        size = even_chunk_size(max(1, len(x)), self._max_rows(weight))
+        if not self.training:
+            size = max(1, self._max_rows(weight) // 16)  # no slower without gradients
+        return cast(Tensor, TargetScores.apply(x, weight, targets, size))
 
     def _loss_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of -log p(target) in nats, a float32 scalar; see `chunk_cross_entropy`."""
@@ -764,11 +827,11 @@ class Transformer(nn.Module):
                 the flattened `tokens`.
 
         Returns:
-            With `queries`: of each target its log-probability in nats, and 1.0 if no token is more
-            likely, else 0.0, `(2, N)` float32. With `targets` alone: the sum of -log p(target) in
-            nats, a float32 scalar. It is a sum, so that ranks and micro-steps can be averaged
-            exactly. With `cache`: the logits after the last token, `(B, V)`. Otherwise all logits,
-            `(B, T, V)`.
+            With `queries`: of each target its log-probability in nats, which has a gradient, and
+            1.0 if no token is more likely, else 0.0, `(2, N)` float32. With `targets` alone: the
+            sum of -log p(target) in nats, a float32 scalar. It is a sum, so that ranks and
+            micro-steps can be averaged exactly. With `cache`: the logits after the last token,
+            `(B, V)`. Otherwise all logits, `(B, T, V)`.
 
         Raises:
             ValueError: the tokens, with those cached, are longer than `max_seq_len`.

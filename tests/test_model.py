@@ -23,6 +23,7 @@ from model import (
     KVCache,
     LinearCrossEntropy,
     ModelConfig,
+    TargetScores,
     Transformer,
     chunk_cross_entropy,
     even_chunk_size,
@@ -488,7 +489,33 @@ def test_loss_in_chunks_never_holds_all_logits() -> None:
                 x, weight, torch.randint(1000, (64,)), 16, True, chunk_cross_entropy
             ),
         ).backward()
+        scores = cast(Tensor, TargetScores.apply(x, weight, torch.randint(1000, (64,)), 16))
+        scores[0].sum().backward()
     assert largest.size == 16
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("size", [5, 64])
+def test_gradients_of_scores_are_those_of_separate_log_probabilities(
+    size: int, frozen: bool
+) -> None:
+    targets = torch.randint(90, (17,))
+    factors = torch.randn(17)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.log_softmax(x @ weight.T, dim=-1).gather(-1, targets[:, None]).squeeze(-1)
+
+    def scored(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(Tensor, TargetScores.apply(x, weight, targets, size))[0]
+
+    x, weight = torch.randn(17, 8), torch.randn(90, 8)
+    results = []
+    for log_probs_of in (plain, scored):
+        inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
+        log_probs = log_probs_of(*inputs)
+        (log_probs * factors).sum().backward()
+        results.append((log_probs.detach(), inputs[0].grad, inputs[1].grad))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(
