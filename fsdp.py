@@ -381,15 +381,15 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of all micro-batches. Return this rank's loss sum, in nats."""
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
-        # FSDP averages gradients over ranks. Times this, they are those of the mean over the
-        # targets of all ranks, which `n_target_tokens` counts.
-        mean_over_targets = self.world.size / batch.n_target_tokens
+        # FSDP averages gradients over ranks. Times this, they are those of the mean over the terms
+        # of all ranks, targets of the next token.
+        mean_over_terms = self.world.size / batch.n_terms
         loss_sum = torch.zeros((), device=self.world.device)
         for micro_batch in batch.micro_batches:
             is_last = micro_batch is batch.micro_batches[-1]
             parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
             micro_loss_sum = self.model(*micro_batch)
-            (micro_loss_sum * (self.scaler.scale * mean_over_targets)).backward()
+            (micro_loss_sum * (self.scaler.scale * mean_over_terms)).backward()
             loss_sum += micro_loss_sum.detach()
         return loss_sum
 
@@ -401,16 +401,14 @@ class Trainer:
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
         grad_norm, nonfinite, divisor = self.optimizer.measure_gradients(self.scaler.scale)
         skipped = self.spikes.find_skipped(
-            self.world, loss_sum, batch.n_target_tokens, grad_norm, nonfinite
+            self.world, loss_sum, batch.n_terms, grad_norm, nonfinite
         )
         # A checkpoint's copy must be complete before the optimizer changes what it copies.
         self.checkpointer.protect_copy()
         self.optimizer.step(lr, divisor, skipped)
         self.optimizer.zero_grad()
         self.scaler.update(nonfinite)
-        self.accumulator.add(
-            loss_sum, batch.n_target_tokens, self.run.tokens_per_step, grad_norm, skipped
-        )
+        self.accumulator.add(loss_sum, batch.n_terms, self.run.tokens_per_step, grad_norm, skipped)
 
     def start_agreement(self) -> PendingFlags:
         """Start to find out whether any rank was asked to stop, and whether any is writing."""

@@ -160,7 +160,7 @@ class Run:
         for step in range(n_steps):
             batch = next(batches)
             (micro_batch,) = batch.micro_batches
-            loss = self.model(*micro_batch) / batch.n_target_tokens
+            loss = self.model(*micro_batch) / batch.n_terms
             loss.backward()
             _, skipped, divisor = self.optimizer.measure_gradients(1.0)
             lr = optim.learning_rate(self.hp.optim, step, N_STEPS)

@@ -85,7 +85,7 @@ def test_packing_keeps_samples_in_one_piece(
             assert set(pieces.pop()[1]) == {IGNORE_INDEX}
         found += pieces
         used.append(sum(len(piece) for piece, _ in pieces))
-        assert samples.count_targets(i) == used[-1]
+        assert samples.count_terms(i) == used[-1]
     assert sorted(found) == sorted(expected)
     assert len(used) < 2 or sum(sorted(used)[:2]) > seq_len  # no two of them fit into one
 
@@ -120,7 +120,7 @@ def test_packing_of_a_thousand_chats_pads_little(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).lognormal(4, 0.8, 1000).astype(int)
     file = write(tmp_path / "a.jsonl", [{"text": "x" * (length + 1)} for length in lengths])
     samples = JsonlDataset([file], BYTES, 512)
-    n_tokens = sum(samples.count_targets(i) for i in range(len(samples)))
+    n_tokens = sum(samples.count_terms(i) for i in range(len(samples)))
     assert n_tokens > 0.99 * len(samples) * 512
 
 

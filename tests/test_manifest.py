@@ -325,7 +325,7 @@ def test_read_manifest_refuses_malformed_json(text: bytes, victim: Path) -> None
         ("step", 2**63 - 1),
         ("metric_sums", [{"loss_sum": 1e308}] * 3),
         ("metric_sums", [{"n_taken": 2, "n_steps": 2}]),
-        ("metric_sums", [{"n_taken": 0.5, "n_target_tokens": 1}]),
+        ("metric_sums", [{"n_taken": 0.5, "n_terms": 1}]),
         ("metric_sums", [{"n_tokens": 1e308}]),
         ("metric_sums", [{"n_steps": -1}]),
         ("tokens", 2**63),

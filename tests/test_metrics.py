@@ -65,12 +65,10 @@ def metrics(world: World, clock: Clock) -> MetricsAccumulator:  # noqa: ARG001
     return MetricsAccumulator(CPU, world, flops_per_token=1e6, peak_flops=None)
 
 
-def add(
-    to: MetricsAccumulator, *, n_target_tokens: int = 4, n_tokens: int = 8, **scalars: float
-) -> None:
+def add(to: MetricsAccumulator, *, n_terms: int = 4, n_tokens: int = 8, **scalars: float) -> None:
     scalars = {"loss_sum": 2.0, "grad_norm": 1.0, "skipped": 0.0} | scalars
     tensors = {name: torch.tensor(float(value)) for name, value in scalars.items()}
-    to.add(n_target_tokens=n_target_tokens, n_tokens=n_tokens, **tensors)
+    to.add(n_terms=n_terms, n_tokens=n_tokens, **tensors)
 
 
 # ---- accumulator
@@ -85,7 +83,7 @@ def report_of_two_steps(world: World) -> dict[str, float]:
     for loss_sum in (2.0, 8.0):
         with metrics.waiting_for_data():
             clock.now += world.rank
-        add(metrics, loss_sum=loss_sum * world.rank, n_target_tokens=15, n_tokens=250)
+        add(metrics, loss_sum=loss_sum * world.rank, n_terms=15, n_tokens=250)
     clock.now = 5
     own = peak_memory_gib(CPU)
     report, _ = metrics.report()
@@ -106,12 +104,16 @@ def test_accumulator_reports_all_ranks() -> None:
     assert last["own_memory"] > 0.5
 
 
+def test_sums_of_older_checkpoints_have_their_terms() -> None:
+    assert MetricSums.model_validate_json('{"n_target_tokens": 3, "n_taken": 1}').n_terms == 3
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_skipped_steps_do_not_count_in_loss_and_norm(
     metrics: MetricsAccumulator, clock: Clock, value: float
 ) -> None:
-    add(metrics, loss_sum=2, n_target_tokens=4, grad_norm=3)
-    add(metrics, loss_sum=value, n_target_tokens=4, grad_norm=value, skipped=1)
+    add(metrics, loss_sum=2, n_terms=4, grad_norm=3)
+    add(metrics, loss_sum=value, n_terms=4, grad_norm=value, skipped=1)
     clock.now = 4
     report, most_consecutive_skipped = metrics.report()
     assert (
@@ -152,7 +154,7 @@ def test_accumulator_resets_sums_and_clock(metrics: MetricsAccumulator, clock: C
         add(metrics, loss_sum=100, n_tokens=1000)
         clock.now += 50
         start()
-        add(metrics, loss_sum=2, n_target_tokens=4, n_tokens=8)
+        add(metrics, loss_sum=2, n_terms=4, n_tokens=8)
         clock.now += 2
         report, _ = metrics.report()
         assert (report["loss"], report["tokens_per_second"], report["step_seconds"]) == (0.5, 4, 2)

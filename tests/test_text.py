@@ -401,5 +401,5 @@ def test_documents_that_do_not_attend_to_each_other_are_trained_as_separate_ones
             assert (targets[own][~is_end] != IGNORE_INDEX).all()
             n_documents += 1
         assert loss.item() == pytest.approx(expected, rel=1e-5)
-        assert dataset.count_targets(index) == (targets != IGNORE_INDEX).sum()
+        assert dataset.count_terms(index) == (targets != IGNORE_INDEX).sum()
     assert n_documents > len(dataset)

@@ -63,7 +63,7 @@ def test_token_windows_of_a_file_and_an_array(
             assert sample.inputs.tolist() == ids[start : start + seq_len]
             assert sample.targets.tolist() == ids[start + 1 : start + seq_len + 1]
             assert sample.inputs.dtype == sample.targets.dtype == np.int64
-            assert source.count_targets(index) == seq_len
+            assert source.count_terms(index) == seq_len
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@
     MicroBatch    `Loader` (lm.data.loader)       samples of one forward pass: tensors on the device
     Batch         `Loader`                        one rank's micro-batches in one global batch
 
-The targets that are not ignored are counted over all ranks, in `SampleBatch` and `Batch`: a step
-divides its loss by their number. Both records also carry the state of streams after the batch.
+The terms of the loss are counted over all ranks, in `SampleBatch` and `Batch`: a step divides its
+loss by their number. Both records also carry the state of streams after the batch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Dataset(ABC):
     def fingerprint(self) -> str:
         """Return a string that changes when the samples change."""
 
-    def count_targets(self, _index: int, /) -> int:
-        """Return how many targets of a sample are not ignored: by default all."""
+    def count_terms(self, _index: int, /) -> int:
+        """Return how many terms the loss of a sample has: by default its targets, all of them."""
         return self.seq_len
 
 
@@ -101,8 +101,8 @@ class SampleBatch(NamedTuple):
     """The samples of one rank in one global batch."""
 
     samples: list[Sample]
-    n_target_tokens: int
-    """targets of all ranks that are not ignored"""
+    n_terms: int
+    """terms of the loss of all ranks: targets that are not ignored"""
     stream_state: StreamState | None = None
     """where the streams of this rank are after this batch; None = sampled datasets"""
 

@@ -96,7 +96,7 @@ class JsonlDataset(Dataset):
         documents = np.searchsorted(self._document_starts, positions, side="right")
         return Sample(inputs, targets, documents - documents[0])
 
-    def count_targets(self, index: int) -> int:
+    def count_terms(self, index: int) -> int:
         return int(self._target_counts[index])
 
     def fingerprint(self) -> str:

@@ -41,8 +41,8 @@ class Batch(NamedTuple):
     """One rank's part of a global batch: `SampleBatch` on the device."""
 
     micro_batches: list[MicroBatch]
-    n_target_tokens: int
-    """targets of all ranks that are not ignored"""
+    n_terms: int
+    """terms of the loss of all ranks: targets that are not ignored"""
     stream_state: StreamState | None
     """where the streams of this rank are after this batch; None = sampled datasets"""
 
@@ -153,11 +153,11 @@ class Loader:
 
     def _assemble(self, sample_batch: SampleBatch) -> Batch:
         """Return a batch on the device."""
-        samples, n_target_tokens, stream_state = sample_batch
+        samples, n_terms, stream_state = sample_batch
         size = self._batch_size
         starts = range(0, len(samples), size)
         micro_batches = [self._collate(samples[start : start + size]) for start in starts]
-        return Batch(micro_batches, n_target_tokens, stream_state)
+        return Batch(micro_batches, n_terms, stream_state)
 
     def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
         inputs, targets, document_ids = zip(*samples, strict=True)

@@ -210,8 +210,8 @@ class SampledSource:
         for step in itertools.count(start.step):
             batch = self.global_batch(step)
             samples = [dataset[index] for dataset, index in batch[self._rank_slice]]
-            n_target_tokens = sum(dataset.count_targets(index) for dataset, index in batch)
-            yield SampleBatch(samples, n_target_tokens)
+            n_terms = sum(dataset.count_terms(index) for dataset, index in batch)
+            yield SampleBatch(samples, n_terms)
 
     def fingerprint(self) -> str:
         if len(self._datasets) == 1:

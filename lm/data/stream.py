@@ -413,7 +413,7 @@ class StreamedSource:
         self._fingerprint = fingerprint
         self._batch_size = batch_size
         self._n_micro_batches = global_batch_size // (batch_size * dp_size)
-        self._n_target_tokens = global_batch_size * stream.seq_len
+        self._n_terms = global_batch_size * stream.seq_len
         n_streams = dp_size * workers
         self._streams: list[TokenStream] = []
         for number in range(dp_rank * workers, (dp_rank + 1) * workers):
@@ -449,7 +449,7 @@ class StreamedSource:
                     states[turn] = windows[-1].state
                     turn = (turn + 1) % len(workers)
                 stream_state = StreamState(list(states), turn)
-                yield SampleBatch(samples, self._n_target_tokens, stream_state)
+                yield SampleBatch(samples, self._n_terms, stream_state)
         finally:
             for worker in workers:
                 worker.close()

@@ -109,7 +109,7 @@ class TokenWindowDataset(Dataset):
             return sample
         return self.documents.separate(sample, start)
 
-    def count_targets(self, index: int) -> int:
+    def count_terms(self, index: int) -> int:
         if self.documents is None:
             return self.seq_len
         return self.documents.count_targets(index * self.seq_len, self.seq_len)
@@ -224,7 +224,7 @@ class TokenFileDataset(Dataset):
             return sample
         return self.documents.separate(sample, index * self.seq_len)
 
-    def count_targets(self, index: int) -> int:
+    def count_terms(self, index: int) -> int:
         if self.documents is None:
             return self.seq_len
         return self.documents.count_targets(index * self.seq_len, self.seq_len)

@@ -14,7 +14,7 @@ from lm.metrics.device import peak_memory_gib
 from lm.metrics.records import MetricSums
 from lm.runtime.world import World
 
-SUMS = ("loss_sum", "n_target_tokens", "grad_norm_sum", "n_taken", "n_skipped")
+SUMS = ("loss_sum", "n_terms", "grad_norm_sum", "n_taken", "n_skipped")
 """The sums that are computed on the device, in the order of `MetricsAccumulator._sums`."""
 ON_DEVICE = (*SUMS, "consecutive_skipped", "most_consecutive_skipped")
 
@@ -109,7 +109,7 @@ class MetricsAccumulator:
     def add(
         self,
         loss_sum: Tensor,
-        n_target_tokens: int,
+        n_terms: int,
         n_tokens: int,
         grad_norm: Tensor,
         skipped: Tensor,
@@ -117,7 +117,7 @@ class MetricsAccumulator:
         """Add a step, without waiting for it.
 
         Args:
-            loss_sum: over the target tokens of this rank (nats); all other values are over all
+            loss_sum: over the terms of this rank (nats); all other values are over all
                 ranks.
             skipped: 1.0 if the optimizer skipped the step, else 0.0. The loss and norm of a skipped
                 step do not count.
@@ -129,7 +129,7 @@ class MetricsAccumulator:
         # Not multiplied by `taken`: they can be inf, and inf x 0 is NaN.
         counted = torch.stack([loss_sum, grad_norm]).masked_fill(skipped > 0, 0.0)
         loss_sum, grad_norm = counted.unbind()
-        self._sums += torch.stack([loss_sum, n_target_tokens * taken, grad_norm, taken, skipped])
+        self._sums += torch.stack([loss_sum, n_terms * taken, grad_norm, taken, skipped])
 
         self._consecutive_skipped = (self._consecutive_skipped + 1) * skipped
         self._most_consecutive_skipped = torch.maximum(
@@ -157,7 +157,7 @@ class MetricsAccumulator:
 
         metrics: dict[str, float] = {}
         if sums.n_taken:
-            metrics["loss"] = math.fsum(loss_sums) / sums.n_target_tokens
+            metrics["loss"] = math.fsum(loss_sums) / sums.n_terms
             metrics["grad_norm"] = sums.grad_norm_sum / sums.n_taken
         tokens_per_second = sums.n_tokens / sums.seconds
         metrics["peak_memory_gib"] = max(memory)

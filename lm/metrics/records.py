@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AliasChoices, BaseModel, Field, model_validator
 
 from lm.fileio import Line
 
@@ -45,9 +45,13 @@ class MetricSums(BaseModel, frozen=True, extra="forbid"):
 
     loss_sum: Sum = Field(
         default=0.0,
-        description="nats, over the target tokens of this rank; all other sums are global",
+        description="nats, over the terms of this rank; all other sums are global",
     )
-    n_target_tokens: Count = 0.0
+    n_terms: Count = Field(
+        default=0.0,
+        description="terms of the loss: targets",
+        validation_alias=AliasChoices("n_terms", "n_target_tokens"),  # as older checkpoints say
+    )
     grad_norm_sum: Sum = 0.0
     n_taken: Count = Field(default=0.0, description="optimizer steps")
     n_skipped: Count = Field(default=0.0, description="steps that were skipped")
@@ -61,7 +65,7 @@ class MetricSums(BaseModel, frozen=True, extra="forbid"):
     most_consecutive_skipped: Count = Field(default=0.0, description="the most of them")
 
     @model_validator(mode="after")
-    def _check_targets(self) -> MetricSums:
-        if self.n_target_tokens < self.n_taken:
-            raise ValueError("a step that was taken has at least one target token")
+    def _check_terms(self) -> MetricSums:
+        if self.n_terms < self.n_taken:
+            raise ValueError("the loss of a step that was taken has at least one term")
         return self

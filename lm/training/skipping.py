@@ -41,21 +41,21 @@ class SpikeFilter:
         self,
         world: World,
         loss_sum: Tensor,
-        n_target_tokens: int,
+        n_terms: int,
         grad_norm: Tensor,
         nonfinite: Tensor,
     ) -> Tensor:
         """Return 1.0 if the optimizer has to skip this step, else 0.0, the same on every rank.
 
         Args:
-            loss_sum: over the target tokens of this rank; all other values are over all ranks.
+            loss_sum: over the terms of this rank; all other values are over all ranks.
             nonfinite: 1.0 if a gradient is inf or NaN, so that the step is skipped anyway.
         """
         if self._n_deviations is None:
             return nonfinite
         own = torch.stack([loss_sum, grad_norm.to(loss_sum.device)]).double()
         ranks = world.all_gather(own)
-        loss = ranks[:, 0].sum() / n_target_tokens
+        loss = ranks[:, 0].sum() / n_terms
         # Rank 0's norm: replicas compute it separately, and could differ in the last bit.
         values = torch.stack([loss, ranks[0, 1]])
 
