@@ -39,7 +39,6 @@ if __name__ == "__main__":
 import determined as det
 import torch
 from determined import core
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -63,6 +62,8 @@ from lm.launch.spawn import run_and_exit
 from lm.metrics.accumulator import MetricsAccumulator
 from lm.metrics.device import peak_flops
 from lm.metrics.logger import MetricLogger
+from lm.objectives.dpo import DPO
+from lm.objectives.objective import Losses, NextToken, Objective
 from lm.preflight import ResolvedRun, preflight
 from lm.report import write_report
 from lm.resume import load_checkpoint
@@ -256,12 +257,15 @@ class Trainer:
         self.loader = Loader(
             hp.data, run.data, run.global_batch_size, world.rank, world.size, world.device
         )
+        self.objective: Objective = NextToken()
+        if hp.objective.of_pairs:
+            self.objective = DPO(hp.objective, run.data.n_replies, world.device)
         self.checkpointer = Checkpointer(hp.checkpoint, store, world, run.tokenizer_files)
         peak = None  # no MFU, as the padding of separate samples is not computed
         if hp.data.packing:
             peak = peak_flops(world.device, run.amp_dtype)
         self.accumulator = MetricsAccumulator(
-            world.device, world, hp.training_flops_per_token, peak
+            world.device, world, hp.training_flops_per_token, peak, self.objective.statistics
         )
         self.signals = PreemptionSignals(world.rank)
         self.search_stop = SearchStop(
@@ -279,6 +283,7 @@ class Trainer:
             "optim": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "spikes": self.spikes.state_dict(),
+            "reference": self.objective.state_dict(),
         }
 
     def resume(self) -> None:
@@ -347,6 +352,7 @@ class Trainer:
         # different times. `report` collects, and need not look at what exists now.
         gc.freeze()
         self.signals.install()  # before this, there is nothing to save
+        self.compute_reference()
         self.complete_resumed_step()
         self.stop_where_configured()
         self.model.train()
@@ -358,9 +364,11 @@ class Trainer:
                 agreement = self.start_agreement()
                 self.accumulator.add_skipped()
             else:
-                loss_sum = self.forward_backward(batch)
+                losses = self.forward_backward(batch)
                 agreement = self.start_agreement()
-                self.update_weights(batch, loss_sum)
+                if self.step == 0:
+                    self.check_reference(batch, losses)
+                self.update_weights(batch, losses)
             if profiler_step is not None:
                 profiler_step()
             self.step += 1
@@ -378,22 +386,70 @@ class Trainer:
                 is_last = self.stopping or self.step == self.run.max_steps
                 self.save(wait=is_last or not self.hp.checkpoint.async_checkpoint)
 
-    def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate the gradients of all micro-batches. Return this rank's loss sum, in nats."""
+    def compute_reference(self) -> None:
+        """Compute what `objective: dpo` needs of the initial weights, unless a checkpoint has it.
+
+        It is saved as often as the weights are later, and if the run is asked to stop.
+        """
+        objective = self.objective
+        if not isinstance(objective, DPO) or objective.n_missing == 0:
+            return
+        n_replies = len(objective.reference)
+        what = f"log-probabilities of {n_replies:,} replies under the initial weights"
+        self.logger.info(f"computing the {what}, of which {objective.n_missing:,} are missing")
+        micro_steps = self.run.global_batch_size // (self.hp.data.batch_size * self.world.size)
+        rate = self.hp.checkpoint.checkpoint_rate * micro_steps
+        self.model.train()  # for the kernels of a step
+        with self.logger.status("computing the reference"):
+            n_computed = 0
+            for pairs in self.until_stopped(self.loader.all_pairs()):
+                if not self.world.any_rank(objective.lacks_reference(pairs)):
+                    continue  # in a checkpoint
+                objective.compute_reference(self.model, pairs)
+                n_computed += 1
+                if n_computed % rate == 0:
+                    self.save_reference(objective)
+            if self.stopping:
+                self.save_reference(objective)
+            objective.exchange(self.world)
+        self.accumulator.load_state_dict(None)  # no step has started
+        if not self.stopping:
+            self.logger.info(f"computed the {what}")
+
+    def save_reference(self, objective: DPO) -> None:
+        """Save what of the reference is computed, with the initial weights."""
+        objective.exchange(self.world)
+        self.logger.info(f"{objective.n_missing:,} log-probabilities are missing")
+        if self.run.trains:
+            self.accumulator.load_state_dict(None)  # no step has started
+            self.save(wait=True)
+
+    def check_reference(self, batch: Batch, losses: Losses) -> None:
+        """Refuse a first step in which the model does not equal its reference."""
+        if isinstance(self.objective, DPO):
+            sums = self.world.all_gather(losses.statistics).sum(dim=0)
+            means = (sums / batch.n_terms).tolist()
+            self.logger.info(self.objective.check_start(means, self.run.amp_dtype))
+
+    def forward_backward(self, batch: Batch) -> Losses:
+        """Accumulate the gradients of all micro-batches. Return the sums of this rank's terms."""
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
         # FSDP averages gradients over ranks. Times this, they are those of the mean over the terms
-        # of all ranks, targets of the next token.
+        # of all ranks: targets, or pairs of replies.
         mean_over_terms = self.world.size / batch.n_terms
         loss_sum = torch.zeros((), device=self.world.device)
+        n_statistics = len(self.objective.statistics)
+        statistics = torch.zeros(n_statistics, dtype=torch.float64, device=self.world.device)
         for micro_batch in batch.micro_batches:
             is_last = micro_batch is batch.micro_batches[-1]
             parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
-            micro_loss_sum = self.model(*micro_batch)
-            (micro_loss_sum * (self.scaler.scale * mean_over_terms)).backward()
-            loss_sum += micro_loss_sum.detach()
-        return loss_sum
+            losses = self.objective.losses(self.model, micro_batch)
+            (losses.loss_sum * (self.scaler.scale * mean_over_terms)).backward()
+            loss_sum += losses.loss_sum.detach()
+            statistics += losses.statistics
+        return Losses(loss_sum, statistics)
 
-    def update_weights(self, batch: Batch, loss_sum: Tensor) -> None:
+    def update_weights(self, batch: Batch, losses: Losses) -> None:
         """Clip the gradients, take the optimizer step, and count it, all on the device.
 
         The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
@@ -401,14 +457,21 @@ class Trainer:
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
         grad_norm, nonfinite, divisor = self.optimizer.measure_gradients(self.scaler.scale)
         skipped = self.spikes.find_skipped(
-            self.world, loss_sum, batch.n_terms, grad_norm, nonfinite
+            self.world, losses.loss_sum, batch.n_terms, grad_norm, nonfinite
         )
         # A checkpoint's copy must be complete before the optimizer changes what it copies.
         self.checkpointer.protect_copy()
         self.optimizer.step(lr, divisor, skipped)
         self.optimizer.zero_grad()
         self.scaler.update(nonfinite)
-        self.accumulator.add(loss_sum, batch.n_terms, self.run.tokens_per_step, grad_norm, skipped)
+        self.accumulator.add(
+            losses.loss_sum,
+            batch.n_terms,
+            self.run.tokens_per_step,
+            grad_norm,
+            skipped,
+            losses.statistics,
+        )
 
     def start_agreement(self) -> PendingFlags:
         """Start to find out whether any rank was asked to stop, and whether any is writing."""
@@ -481,15 +544,21 @@ class Trainer:
             self.sample()
 
     def validate(self) -> None:
-        """Log the mean validation loss, in nats per token, and the scores of tasks.
+        """Log the mean validation loss and what goes with it, and the scores of tasks.
 
         Refuses inf and NaN.
         """
-        sums = ValidationSums(self.run.data.validation, self.loader.validation_bytes, self.world)
+        sums = ValidationSums(
+            self.run.data.validation,
+            self.loader.validation_bytes,
+            self.world,
+            self.objective.statistics,
+        )
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
             for number, batch in self.until_stopped(self.loader.validation()):
-                sums.add(number, self.model(*batch), batch.targets)
+                losses = self.objective.losses(self.model, batch)
+                sums.add(number, losses.loss_sum, batch.n_terms, losses.statistics)
             if self.stopping:
                 return
             metrics = sums.metrics()

@@ -12,6 +12,7 @@
 5  lm.inputs                                     what the result of a run depends on
 4  lm.config, lm.hf                              all hyperparameters; Hugging Face models
 3  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
+3  lm.objectives                                 what is minimized: next token, preferences
 2  lm.training, lm.metrics, lm.data              what a step is made of
 2  lm.sampling                                   text from a model
 1  model.py, lm.runtime, lm.determined           the model; the ranks; the master

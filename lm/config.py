@@ -36,6 +36,7 @@ from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of, need_of
 from lm.launch.console import warn
 from lm.metrics.config import MetricsConfig
 from lm.model_config import ModelConfig
+from lm.objectives.config import ObjectiveConfig
 from lm.presets import PRESETS
 from lm.tasks.questions import TasksConfig
 from lm.training import config as training
@@ -126,6 +127,7 @@ class Hyperparameters:
 
     model: ModelConfig
     data: DataConfig
+    objective: ObjectiveConfig
     lora: LoraConfig
     optim: OptimConfig
     transfer: TransferConfig
@@ -649,6 +651,7 @@ def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
     problems = [
         *_find_unread(hp),
         *_find_problems_of_combinations(hp),
+        *_find_problems_of_pairs(hp),
         *_find_problems_of_adapters(hp),
     ]
     if problems:
@@ -686,6 +689,22 @@ def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, s
             problem = "scales rates together with initial weights, but init_from loads others"
             remedy = "to train from scratch remove init_from, to fine-tune remove"
             yield key, f"{problem}; {remedy} {key}"
+
+
+def _find_problems_of_pairs(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys that do not fit to `objective: dpo`, with the reason and the remedy."""
+    if not hp.objective.of_pairs:
+        return
+    if hp.data.dataset != "jsonl":
+        problem = f"dpo reads pairs of replies, and dataset is {hp.data.dataset}"
+        yield "objective", f"{problem}; set dataset: jsonl, or remove objective"
+    if hp.checkpoint.init_from is None:
+        problem = "dpo prefers replies relative to the weights that it starts with"
+        yield "objective", f"{problem}; set init_from to the fine-tuned model"
+    for key, value in {"dropout": hp.model.dropout, "lora_dropout": hp.lora.lora_dropout}.items():
+        if value > 0:
+            problem = f"{value} would make the model differ from its reference (objective: dpo)"
+            yield key, f"{problem}; use 0"
 
 
 def _find_problems_of_adapters(hp: Hyperparameters) -> Iterator[tuple[str, str]]:

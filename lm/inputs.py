@@ -17,6 +17,7 @@ from lm.data.run_data import Data
 from lm.data.tokenizer import CHAT_TEMPLATE
 from lm.determined.search import Searcher
 from lm.errors import ConfigError
+from lm.objectives.config import LARGER_IS_BETTER
 from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task, metric_names
 
@@ -72,6 +73,8 @@ def check_searcher(searcher: Searcher, config: TasksConfig, data: Data) -> None:
     has_text = data.tokenizer is not None
     smaller_is_better = validation_metric_names(data.validation, has_text)
     larger_is_better: list[str] = []
+    if data.n_replies > 0:
+        larger_is_better += validation_metric_names(data.validation, has_text, LARGER_IS_BETTER)
     of_tasks = [metric_names(task.name) for task in read_tasks(config.eval_tasks or (), 1)]
     eval_rate = config.eval_rate or searcher.validation_rate
     if (

@@ -322,7 +322,14 @@ def preflight(
     seed = resolve_seed(hp.run.seed, trial)
     model = hp.model
     open_run_data = partial(
-        open_data, hp.data, model.vocab_size, model.max_seq_len, batch_size, seed, date=date
+        open_data,
+        hp.data,
+        model.vocab_size,
+        model.max_seq_len,
+        batch_size,
+        seed,
+        date=date,
+        pairs=hp.objective.of_pairs,
     )
     if hp.data.dataset in TOKENIZED_ONCE:
         world.run_in_thread_on_each_node(open_run_data)

@@ -34,7 +34,7 @@ from lm.metrics.records import Logged, Report, Sample, Seconds
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 """Small panels below that of the loss: their metrics and titles."""
 _TITLES = _PANELS | {
-    "loss": "loss (nats per token)",
+    "loss": "loss (nats per token, or of preferences per pair)",
     "bits": "validation, bits per byte",
     "acc": "tasks: accuracy",
     "bpb": "tasks: bits per byte",
@@ -42,6 +42,8 @@ _TITLES = _PANELS | {
 _SET_LOSS = re.compile(r"loss_[\w-]+", re.ASCII)
 """of one of several validation sets"""
 _TASK_METRIC = re.compile(r"eval_[\w-]+_(acc|bpb)", re.ASCII)
+_REWARDS = ("reward_accuracy", "reward_margin")
+"""of preferences"""
 
 
 class _Summary(NamedTuple):
@@ -186,6 +188,11 @@ class RunRecords:
         steps, bits = self.curve("validation", "bits_per_byte")
         if bits:
             rows["validation bits per byte"] = _format_last_and_best(steps, bits, min)
+        for metric in _REWARDS:
+            steps, values = self.curve("validation", metric)
+            if values:
+                label = f"validation {metric.replace('_', ' ')}"
+                rows[label] = _format_last_and_best(steps, values, max)
         for metric in self.reported(_SET_LOSS):
             _, losses = self.curve("validation", metric)
             rows[f"validation {metric}"] = f"{losses[-1]:.4f}, best {min(losses):.4f}"
@@ -341,6 +348,8 @@ def _list_drawn(runs: Sequence[RunRecords]) -> list[_Drawn]:
     for metric, style in zip(tasks, itertools.cycle(("o--", *_STYLES)), strict=False):
         task, _, kind = metric.removeprefix("eval_").rpartition("_")
         drawn.append(_Drawn(kind, "validation", metric, style, task))
+    if any(run.curve("validation", _REWARDS[0]).values for run in runs):
+        drawn += [_Drawn(metric, "validation", metric, "o--") for metric in _REWARDS]
     return drawn + [_Drawn(metric, "training", metric, "-") for metric in _PANELS]
 
 
@@ -366,6 +375,9 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     if panels & {"acc", "bpb"}:
         rows.append(["acc"] * 3 + ["bpb"] * 3)
         heights.append(3.5)
+    if _REWARDS[0] in panels:
+        rows.append([_REWARDS[0]] * 3 + [_REWARDS[1]] * 3)
+        heights.append(3.5)
     rows.append([name for name in _PANELS for _ in range(2)])
     heights.append(2.5)
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
@@ -382,7 +394,7 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
                 panel.plot(steps, values, curve.style, color=color, markersize=4, label=label)
             if len(runs) > 1 and curve.label:
                 panel.plot([], [], curve.style, color="black", markersize=4, label=curve.label)
-        panel.set(title=_TITLES[name], xlabel="step")
+        panel.set(title=_TITLES.get(name, name.replace("_", " ")), xlabel="step")
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:

@@ -320,7 +320,10 @@ def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
     old = _what_is_compared(saved)
     new = _what_is_compared(run_info)
     changes = find_changes(old, new, [key for key in new if key in old])
-    different = {key: change for key, change in changes.items() if key in FIXED}
+    fixed = FIXED
+    if new.get("objective") == "dpo":  # as the checkpoint's log-probabilities depend on these
+        fixed = FIXED | {"val_data", "amp_dtype"}
+    different = {key: change for key, change in changes.items() if key in fixed}
     if different:
         hint = ""
         if "total_batch_size" in different:

@@ -633,6 +633,10 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "data_workers": (2, {"dataset": "hf"}),
     "hf_config": ("x", {"dataset": "hf"}),
     "attend_across_documents": (False, {"dataset": "tokens"}),
+    "dpo_beta": (0.2, {"objective": "dpo"}),
+    "dpo_loss": ("ipo", {"objective": "dpo"}),
+    "label_smoothing": (0.2, {"objective": "dpo"}),
+    "sft_weight": (0.2, {"objective": "dpo"}),
     "lora_alpha": (8.0, {"lora_rank": 1}),
     "use_rslora": (True, {"lora_rank": 1}),
     "lora_dropout": (0.5, {"lora_rank": 1}),
@@ -659,7 +663,8 @@ def test_key_that_nothing_reads_is_refused_or_dropped(
 ) -> None:
     value, other = READ_WITH[key]
     (needed,) = other
-    both = {"hyperparameters": other | {key: value, "init_from": "x", "vocab_size": 64}}
+    common = {"dataset": "jsonl", "init_from": "x", "vocab_size": 64}
+    both = {"hyperparameters": common | other | {key: value}}
     config.read_hyperparameters(both, [], "exp.yaml")
     with pytest.raises(ConfigError, match=f"^exp.yaml: {key}: needs {needed}") as refused:
         config.read_hyperparameters({"hyperparameters": {key: value}}, [], "exp.yaml")

@@ -75,7 +75,7 @@ def test_packing_keeps_samples_in_one_piece(
     expected = tokens_of(texts, seq_len)
     found, used = [], []
     for i in range(len(samples)):
-        inputs, targets, document_ids = samples[i]
+        inputs, targets, document_ids, _ = samples[i]
         assert document_ids is not None
         documents = [document_ids == number for number in range(document_ids[-1] + 1)]
         pieces = [(inputs[here].tolist(), targets[here].tolist()) for here in documents]
@@ -843,7 +843,7 @@ INVALID = {
     "keys-nested": ('{"data": [{"text": "a"}]}', "write each of them on a line"),
     "keys-messages": (
         '{"chosen": [{"role": "user", "content": "a"}], "rejected": []}',
-        "chosen: preferences are not trained",
+        "chosen: preferences are learned with objective: dpo",
     ),
     "keys-one": ('{"content": "a"}', "set text_field: content"),
     "twice": ('{"text": "a", "n": {}, "text": "b"}', "an object has the key 'text' twice"),
@@ -1057,7 +1057,7 @@ def test_separate_samples_are_as_long_as_the_longest_of_a_micro_batch(tmp_path: 
         loss += model(*batch).item()
     alone = 0.0
     for index in range(len(dataset)):
-        inputs, targets, _ = dataset[index]
+        inputs, targets, *_ = dataset[index]
         alone += model(torch.from_numpy(inputs)[None], torch.from_numpy(targets)[None]).item()
     assert loss == pytest.approx(alone, rel=1e-6)
     assert lengths == [40, 64, 24]

@@ -58,7 +58,7 @@ def test_workers_write_the_arrays_of_one_process(
     assert one.note == three.note
     for index in range(len(one)):
         assert np.array_equal(one[index].targets, three[index].targets)
-        assert one.count_targets(index) == three.count_targets(index)
+        assert one.count_terms(index) == three.count_terms(index)
 
 
 def test_progress_counts_bytes(

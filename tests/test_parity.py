@@ -60,7 +60,7 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
     losses = []
     for step in range(PARITY_STEPS):
         loss_sum, n_targets = torch.zeros(()), 0
-        for inputs, targets, document_ids in (
+        for inputs, targets, document_ids, _ in (
             dataset[i] for dataset, i in source.global_batch(step)
         ):
             ids = np.zeros_like(targets) if document_ids is None else document_ids

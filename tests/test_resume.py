@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from lm import sampling
 from lm.checkpoint.manifest import Manifest, read_manifest
-from lm.data.loader import Loader, MicroBatch
+from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.data.tokenizer import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.hf.base import load_model
@@ -181,7 +181,7 @@ def interrupt(world: World, step: int, how: str) -> None:
         if completed == step - 1 and how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def validation(self: Loader) -> Iterator[tuple[int, MicroBatch]]:
+    def validation(self: Loader) -> Iterator[tuple[int, MicroBatch | PairBatch]]:
         for batch in batches(self):
             if how == "validation" and list(read_reports(Path()))[-1] >= step - 1:
                 os.kill(os.getpid(), signal.SIGTERM)

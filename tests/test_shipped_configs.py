@@ -175,8 +175,8 @@ def test_text_recipe_runs(tmp_path: Path) -> None:
     assert read_reports(tmp_path, "validation", name="own_text")[1]["bits_per_byte"] > 0
 
 
-@pytest.mark.slow
-def test_chat_recipe_runs(tmp_path: Path) -> None:
+def save_chat_model(folder: Path) -> None:
+    """Save a small model with a chat template, as transformers does."""
     transformers = pytest.importorskip("transformers")
     shape = {
         "hidden_size": 32,
@@ -185,10 +185,15 @@ def test_chat_recipe_runs(tmp_path: Path) -> None:
         "num_attention_heads": 2,
     }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=256))
-    model.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / TOKENIZER_JSON).write_bytes(llama_tokenizer())
+    model.save_pretrained(folder)
+    (folder / TOKENIZER_JSON).write_bytes(llama_tokenizer())
     specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(specials))
+    (folder / "tokenizer_config.json").write_text(json.dumps(specials))
+
+
+@pytest.mark.slow
+def test_chat_recipe_runs(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "model")
     chat = {
         "messages": [
             {"role": "user", "content": "to be"},
@@ -205,6 +210,29 @@ def test_chat_recipe_runs(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, *recipe, "max_steps=2", "max_seq_len=32", code=0)
     assert "held out" in done.stdout
     assert read_reports(tmp_path, "validation", name="chat")[2]["bits_per_byte"] > 0
+
+
+@pytest.mark.slow
+def test_dpo_recipe_trains_on_dialogs(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "model")
+    question = {"role": "user", "content": "to be"}
+    pair = {}
+    for key, reply in {"chosen": "or not to be", "rejected": "be"}.items():
+        pair[key] = [question, {"role": "assistant", "content": reply}]
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 40)
+    recipe = [
+        "--config",
+        str(REPOSITORY / "recipes" / "dpo.yaml"),
+        "init_from=model",
+        "train_data=pairs.jsonl",
+    ]
+    faster = ["max_steps=2", "max_seq_len=64", "lr=1e-3", "amp_dtype=null"]
+    run_fsdp(tmp_path, *recipe, *faster, code=0)
+    last = read_reports(tmp_path, "validation", name="dpo")[2]
+    assert last["reward_margin"] > 0
+    assert last["reward_accuracy"] == 1
+    report = (tmp_path / "runs" / "dpo" / "report.md").read_text()
+    assert "validation reward accuracy | 1.0000" in report
 
 
 def test_config_yaml_equals_the_original_example() -> None:

@@ -390,7 +390,7 @@ def test_documents_that_do_not_attend_to_each_other_are_trained_as_separate_ones
     n_documents = 0
     for index in range(len(dataset)):
         sample = dataset[index]
-        inputs, targets, document_ids = (torch.from_numpy(part)[None] for part in sample)
+        inputs, targets, document_ids = (torch.from_numpy(part)[None] for part in sample[:3])
         loss = model(inputs, targets, document_ids)
         expected = 0.0
         for document in document_ids.unique():

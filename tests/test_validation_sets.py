@@ -20,7 +20,6 @@ from lm.data.validation import ValidationSums
 from lm.errors import ConfigError
 from lm.launch.launch import Launch
 from lm.runtime.rendezvous import join_world
-from model import IGNORE_INDEX
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 
@@ -74,13 +73,11 @@ def test_validation_metrics_are_means_over_the_sets(tmp_path: Path) -> None:
     with join_world(Launch(), timeout=60) as world:
         sums = ValidationSums(data.validation, loader.validation_bytes, world)
         for number, loss_sum, n_targets in ((0, 40.0, 16), (0, 24.0, 16), (1, 3.0, 8), (1, 9.0, 4)):
-            targets = torch.full((2, 16), IGNORE_INDEX)
-            targets.view(-1)[:n_targets] = 0
-            sums.add(number, torch.tensor(loss_sum), targets)
+            sums.add(number, torch.tensor(loss_sum), torch.tensor(n_targets), torch.empty(0))
         metrics = sums.metrics()
 
         one_set = ValidationSums([ValidationSet(None, data.validation[0].dataset)], [0], world)
-        one_set.add(0, torch.tensor(10.0), torch.zeros(5))
+        one_set.add(0, torch.tensor(10.0), torch.tensor(5), torch.empty(0))
         assert one_set.metrics() == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2))}
     assert metrics["loss"] == (2.0 + 1.0) / 2
     assert (metrics["loss_wiki"], metrics["loss_code"]) == (2.0, 1.0)

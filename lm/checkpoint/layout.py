@@ -28,7 +28,7 @@ T = TypeVar("T", bound=BaseModel)
 FoundTensors = dict[str, dict[str, list[TensorSlice]]]
 """The slices that cover each tensor exactly once, by object and tensor name."""
 
-PARTS = ("model", "optim", "scaler", "spikes")
+PARTS = ("model", "optim", "scaler", "spikes", "reference")
 """objects of a checkpoint, as its files name them"""
 
 MAX_ENTRY_BYTES = 512

@@ -6,13 +6,14 @@ A checkpoint is a directory with these files:
     optim-RRRRR-NNNNN.safetensors    optimizer state, e.g. moments
     scaler-RRRRR-NNNNN.safetensors   loss scale, with float16
     spikes-RRRRR-NNNNN.safetensors   losses and gradient norms of the last steps, with skip_spikes
+    reference-RRRRR-NNNNN.safetensors  log-probabilities under the initial weights, with DPO
     tokenizer.json etc.              the tokenizer, if it has files
     manifest.json                    everything else, and the size and CRC-32C of every file;
                                      written last
 
 Tensors have the names of the `state_dict()` of their object: `PARAMETER`, `PARAMETER.KEY` of the
-optimizer, `scale`, `window`. No two objects share a name, so PyTorch's `HuggingFaceStorageReader`
-reads the directory, or the files of one object.
+optimizer, `scale`, `window`, `log_probs`. No two objects share a name, so PyTorch's
+`HuggingFaceStorageReader` reads the directory, or the files of one object.
 
 A directory is loaded only if its manifest, which has a checksum of itself, is intact, its files
 match the manifest, and the slices of every tensor cover it exactly once. Only files that the
@@ -49,7 +50,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 DRAFT = f"{MANIFEST}.draft"
 """File in a directory that is not a complete checkpoint yet; `replace_durably` renames it."""
-_TENSOR_FILE = r"(model|optim|scaler|spikes)-\d{5}-\d{5}\.safetensors"
+_TENSOR_FILE = r"(model|optim|scaler|spikes|reference)-\d{5}-\d{5}\.safetensors"
 FILE_NAME = re.compile("|".join([_TENSOR_FILE, *map(re.escape, TOKENIZER_FILES)]))
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

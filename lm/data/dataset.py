@@ -4,6 +4,7 @@
     Sample        a `Dataset`, a stream           one sequence, as NumPy arrays
     SampleBatch   a `TrainSource`                 one rank's samples in one global batch
     MicroBatch    `Loader` (lm.data.loader)       samples of one forward pass: tensors on the device
+    PairBatch     `Loader`                        the same, of pairs of replies
     Batch         `Loader`                        one rank's micro-batches in one global batch
 
 The terms of the loss are counted over all ranks, in `SampleBatch` and `Batch`: a step divides its
@@ -29,6 +30,9 @@ class Sample(NamedTuple):
     """the next token at each position, or `model.IGNORE_INDEX`"""
     document_ids: NDArray[np.int64] | None = None
     """document of each position, numbered from 0; attention does not cross documents; None = one"""
+    replies: NDArray[np.int64] | None = None
+    """numbers of the documents among the replies of all pairs, those of a pair one after the other,
+    the chosen one first; None = the samples are no pairs"""
 
 
 class Dataset(ABC):
@@ -39,6 +43,10 @@ class Dataset(ABC):
     """for the log"""
     has_bytes: bool = True
     """whether the tokens tell how many bytes of text they are"""
+    n_replies: int = 0
+    """two of each pair; 0 = the samples are no pairs"""
+    first_reply: int = 0
+    """number of its first reply among those of all datasets of a run"""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -102,7 +110,7 @@ class SampleBatch(NamedTuple):
 
     samples: list[Sample]
     n_terms: int
-    """terms of the loss of all ranks: targets that are not ignored"""
+    """terms of the loss of all ranks: targets that are not ignored, or pairs"""
     stream_state: StreamState | None = None
     """where the streams of this rank are after this batch; None = sampled datasets"""
 
@@ -124,13 +132,21 @@ class TrainSource(Protocol):
         ...
 
 
-def validation_metric_names(sets: Sequence[ValidationSet], has_text: bool) -> list[str]:
+def validation_metric_names(
+    sets: Sequence[ValidationSet], has_text: bool, statistics: Sequence[str] = ()
+) -> list[str]:
     """Return the metrics of validations, of which the smallest value is the best.
 
     Args:
         has_text: the tokens have a tokenizer.
+        statistics: those of an objective that are wanted instead; () = the losses.
     """
-    names = ["loss", "perplexity"]
+    if statistics:
+        named = [each for each in sets if each.name is not None]
+        return [*statistics, *(each.metric(name) for each in named for name in statistics)]
+    names = ["loss"]
+    if all(each.dataset.n_replies == 0 for each in sets):
+        names.append("perplexity")
     if has_text and all(each.dataset.has_bytes for each in sets):
         names.append("bits_per_byte")
     for validation_set in sets:

@@ -42,6 +42,8 @@ class JsonlDataset(Dataset):
 
     Args:
         held_out: True = only every 20th line, for validation; False = only the others; None = all.
+        pairs: a sample is a pair of preferences: two documents, each a prompt with a reply, the
+            chosen one first.
 
     Raises:
         ConfigError: invalid lines (the first of each file), or no targets at all.
@@ -56,8 +58,9 @@ class JsonlDataset(Dataset):
         completion_only: bool = False,
         packing: bool = True,
         held_out: bool | None = None,
+        pairs: bool = False,
     ) -> None:
-        options = RecordOptions(seq_len, text_field, completion_only, held_out)
+        options = RecordOptions(seq_len, text_field, completion_only or pairs, held_out, pairs)
         facts = {
             "kind": "jsonl",
             "files": describe_files(files),
@@ -67,15 +70,18 @@ class JsonlDataset(Dataset):
         }
         directory = cached(facts, lambda draft: _write(draft, files, tokenizer, options, packing))
         self.seq_len = seq_len
-        self._packing = packing
+        self._has_documents = packing or pairs
         self._inputs = _open(directory, "inputs")
         self._targets = _open(directory, "targets")
         self._document_starts = _open(directory, "document_starts")
         self._sequence_starts = _open(directory, "sequence_starts")
-        self._target_counts = _open(directory, "target_counts")
+        self._term_counts = _open(directory, "term_counts")
         described = json.loads((directory / _DESCRIPTION).read_text())
         self.note = described["note"]
         self.has_bytes = described["has_bytes"]
+        if pairs:
+            self.n_replies = len(self._document_starts) - 1
+            self.has_bytes = False  # of a preference
         self._fingerprint = described["fingerprint"]
 
     def __len__(self) -> int:
@@ -89,15 +95,20 @@ class JsonlDataset(Dataset):
         targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
         inputs[:n_tokens] = self._inputs[start:stop]
         targets[:n_tokens] = self._targets[start:stop]
-        if not self._packing:
+        if not self._has_documents:
             return Sample(inputs, targets)
         # Positions at or after `stop` are padding, which is one more document.
         positions = np.minimum(np.arange(start, start + self.seq_len), stop)
         documents = np.searchsorted(self._document_starts, positions, side="right")
-        return Sample(inputs, targets, documents - documents[0])
+        sample = Sample(inputs, targets, documents - documents[0])
+        if self.n_replies == 0:
+            return sample
+        first = documents[0] - 1
+        last = np.searchsorted(self._document_starts, stop) - 1
+        return sample._replace(replies=self.first_reply + np.arange(first, last + 1))
 
     def count_terms(self, index: int) -> int:
-        return int(self._target_counts[index])
+        return int(self._term_counts[index])
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -139,12 +150,12 @@ def _write(
     for name, positions in order.starts.items():
         np.save(directory / name, positions)
         digest.update(positions.data)
-    np.save(directory / "target_counts", order.target_counts)
-    n_sequences = len(order.target_counts)
+    np.save(directory / "term_counts", order.term_counts)
+    n_sequences = len(order.term_counts)
     size = f"{counts.n_samples} samples in {n_sequences} sequences"
     description = {
         "fingerprint": f"{size}, sha256 {digest.hexdigest()}",
-        "note": _describe(counts, n_sequences, options.seq_len, tokenizer),
+        "note": _describe(counts, n_sequences, options, tokenizer),
         "has_bytes": counts.has_bytes,
     }
     (directory / _DESCRIPTION).write_text(json.dumps(description))
@@ -172,9 +183,9 @@ class _Order(NamedTuple):
     samples: NDArray[np.int64]
     """their numbers as they were added"""
     starts: dict[str, NDArray[np.int64]]
-    """where samples and sequences start in the arrays of tokens, and the end of the last"""
-    target_counts: NDArray[np.int64]
-    """of each sequence"""
+    """where documents and sequences start in the arrays of tokens, and the end of the last"""
+    term_counts: NDArray[np.int64]
+    """terms of the loss of each sequence: targets, or pairs"""
 
 
 class _SampleWriter:
@@ -186,7 +197,8 @@ class _SampleWriter:
         self.counts = _Counts()
         # Of each sample.
         self._lengths = array("i")
-        self._target_counts = array("i")
+        self._document_lengths = array("i")
+        self._term_counts = array("i")
         self._turns = array("q")
 
     def add(self, piece: TokenizedPiece) -> None:
@@ -199,17 +211,24 @@ class _SampleWriter:
             self._add_sample(sample)
 
     def _add_sample(self, sample: TokenizedSample) -> None:
-        ids = sample.ids.astype(np.int32)
-        targets = np.where(sample.is_target, ids[1:], np.int32(IGNORE_INDEX))
-        self._inputs.write(ids[:-1].tobytes())
-        self._targets.write(targets.tobytes())
-        n_tokens = len(targets)
+        n_tokens = 0
+        n_terms = 0
+        for document in sample.documents:
+            ids = document.ids.astype(np.int32)
+            targets = np.where(document.is_target, ids[1:], np.int32(IGNORE_INDEX))
+            self._inputs.write(ids[:-1].tobytes())
+            self._targets.write(targets.tobytes())
+            self._document_lengths.append(len(targets))
+            n_tokens += len(targets)
+            n_terms += int(document.is_target.sum())
+        if len(sample.documents) > 1:  # a pair
+            n_terms = 1
         self.counts.n_samples += 1
         self.counts.n_tokens += n_tokens
         self.counts.n_full_tokens += sample.full_length
         self.counts.n_truncated += sample.full_length > n_tokens
         self._lengths.append(n_tokens)
-        self._target_counts.append(int(sample.is_target.sum()))
+        self._term_counts.append(n_terms)
         self._turns.append(sample.turn)
 
     def find_order(self, seq_len: int, packing: bool) -> _Order:
@@ -219,16 +238,18 @@ class _SampleWriter:
         if packing:
             sequence_numbers = pack_best_fit(lengths, seq_len)
         order = np.argsort(sequence_numbers, kind="stable")
-        document_starts = np.cumsum(np.append(0, lengths[order]))
+        samples = in_turn[order]
+        document_lengths = np.array(self._document_lengths, np.int64).reshape(len(lengths), -1)
+        document_starts = np.cumsum(np.append(0, document_lengths[samples]))
         is_first_of_sequence = np.diff(sequence_numbers[order], prepend=-1) > 0
         first_samples = np.flatnonzero(is_first_of_sequence)
-        sequence_starts = document_starts[np.append(first_samples, len(lengths))]
-        samples = in_turn[order]
-        target_counts = np.array(self._target_counts, np.int64)[samples]
+        sample_starts = np.cumsum(np.append(0, lengths[order]))
+        sequence_starts = sample_starts[np.append(first_samples, len(lengths))]
+        term_counts = np.array(self._term_counts, np.int64)[samples]
         return _Order(
             samples,
             {"document_starts": document_starts, "sequence_starts": sequence_starts},
-            np.add.reduceat(target_counts, first_samples),
+            np.add.reduceat(term_counts, first_samples),
         )
 
     def write_tokens(self, directory: Path, order: _Order, digest: hashlib._Hash) -> None:
@@ -247,10 +268,14 @@ class _SampleWriter:
                     digest.update(values)
 
 
-def _describe(counts: _Counts, n_sequences: int, seq_len: int, tokenizer: Tokenizer) -> str:
+def _describe(
+    counts: _Counts, n_sequences: int, options: RecordOptions, tokenizer: Tokenizer
+) -> str:
     """Return a line on the samples, on what was truncated and dropped, and on what was read."""
+    seq_len = options.seq_len
     padding = 1 - counts.n_tokens / (n_sequences * seq_len)
-    note = f"{counts.n_samples} samples in {n_sequences} sequences, {100 * padding:.1f} % padding"
+    kind = "pairs" if options.pairs else "samples"
+    note = f"{counts.n_samples} {kind} in {n_sequences} sequences, {100 * padding:.1f} % padding"
     if counts.n_truncated > 0:
         lost = 1 - counts.n_tokens / counts.n_full_tokens
         note += f"; {counts.n_truncated} truncated to max_seq_len {seq_len}"

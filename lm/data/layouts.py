@@ -2,7 +2,8 @@
 
 A record is known by its keys. It becomes messages, or prompt and completion, or stays text. What it
 has besides is added to the messages (a system prompt, tools), or is not read: ids, numbers and
-labels are counted, and what may be content is refused.
+labels are counted, and what may be content is refused. A record of preferences becomes two, of
+which one has the chosen and the other the rejected reply.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from lm.data.chat_template import REASONING_KEYS
 from lm.data.files import get_text, load_json
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix
 
 _CHATS = ("messages", "conversations", "conversation")
 _QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "inputs")
@@ -25,6 +26,7 @@ _CONTEXTS = ("input", "context", "article", "document", "dialogue")
 """follow a question, or are one"""
 _REPLIES = ("output", "response", "answer", "completion", "solution", "generation")
 _REPLIES += ("target", "targets", "summary", "highlights")
+_PAIR = ("chosen", "rejected")
 _SYSTEM = ("system", "system_prompt")
 _DEFAULT_TEXT_FIELD = "text"
 
@@ -39,7 +41,10 @@ _SPEAKERS = ("user", "assistant")
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING_KEYS}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
-_PREFERENCES = "preferences are not trained; write the replies to be learned as messages"
+_PREFERENCES = (
+    "preferences are learned with objective: dpo, as prompt, chosen and rejected; to learn single"
+    " replies, write them as messages"
+)
 _PREFERENCE_KEY = re.compile(r"(chosen|rejected|preferred|non_preferred)_(?!score|rating|model)")
 _LABELS = "labels are not trained; keep the records to be learned, without it"
 _REASONS = {
@@ -135,17 +140,52 @@ class LayoutReader:
         if keys[0] in _CHATS:
             values[keys[0]] = _decode(values[keys[0]])
         converted = self._convert(values, keys)
-        placed = set(keys)
-        chat = converted.get("messages") or converted["prompt"]
-        if isinstance(chat, list):
-            placed |= {*_SYSTEM, "tools"}
-            for key in filter(values.get, _SYSTEM):
-                _add_system(chat, key, _join_parts(values[key]))
-            converted["tools"] = _decode(values.get("tools"))
-        self._check_others(values, keys, placed)
+        placed = _add_placed(converted, values)
+        self._check_others(values, keys, {*keys, *placed})
         if keys not in (["messages"], ["prompt", "completion"]):
             self.notes.layouts[", ".join(keys)] += 1
         return converted
+
+    def read_pair(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the chosen and the rejected reply of a record, each as `read` returns a record.
+
+        Raises:
+            ConfigError: it has no two replies to one prompt, or content that has no place.
+        """
+        values = {key: value for key, value in record.items() if value is not None}
+        values |= {key: _read_reply(values, key) for key in _PAIR}
+        replies = [values[key] for key in _PAIR]
+        questions: list[str] = []
+        parts = _split_dialogs(*replies)
+        if parts is None:
+            questions = self._find_prompt(values)
+            if questions[0] in _CHATS:
+                values[questions[0]] = _decode(values[questions[0]])
+            parts = [{**values, "completion": reply} for reply in replies]
+        pair: list[Mapping[str, Any]] = []
+        placed = {*questions, *_PAIR}
+        for key, part in zip(_PAIR, parts, strict=True):
+            with error_prefix(key):
+                converted = self._convert(part, [*(questions or ["prompt"]), "completion"])
+                _check_reply(converted)
+            placed |= _add_placed(converted, values)
+            pair.append(converted)
+        keys = [*questions, *_PAIR]
+        self._check_others(values, keys, placed)
+        if questions not in ([], ["prompt"]):
+            self.notes.layouts[", ".join(keys)] += 1
+        return pair
+
+    def _find_prompt(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the keys that hold what the replies of preferences answer."""
+        found = [key for key in (*_CHATS, *_QUESTIONS) if key in values][:1]
+        if found and found[0] not in _CHATS:
+            found += [key for key in _CONTEXTS if key in values]
+        if not found:
+            problem = f"no prompt; the line has the keys: {', '.join(values)}"
+            remedy = "write what both replies answer as prompt, or at the start of both as messages"
+            raise ConfigError(f"{problem}; {remedy}")
+        return found
 
     def _find_layout(self, values: Mapping[str, Any]) -> list[str]:
         """Return the keys that a chat, a question or a prompt is read by; [] = it is none."""
@@ -177,7 +217,7 @@ class LayoutReader:
                 completion = [_message("assistant", completion)]
             prompt = self._read_turns(values[questions[0]], questions[0])
             return {"prompt": prompt, "completion": self._read_turns(completion, reply)}
-        if keys == ["prompt", "completion"]:
+        if keys == ["prompt", "completion"]:  # of preferences, too
             return {key: values[key] for key in keys}
         question = "\n\n".join(filter(None, [get_text(values, key) for key in questions]))
         answer = get_text(values, reply)
@@ -291,8 +331,71 @@ def _find_reason(key: str) -> str | None:
     return _REASONS.get(key)
 
 
+def _read_reply(values: Mapping[str, Any], key: str) -> Any:
+    """Return a reply of preferences: a text, or messages, which can be all of the dialog."""
+    reply = _decode(values.get(key))
+    if isinstance(reply, dict):  # a message, as in ShareGPT
+        reply = [reply]
+    if not reply:
+        problem = "is missing or empty, and objective: dpo compares chosen with rejected"
+        raise ConfigError(f"{key}: {problem}; add the reply, or remove the line")
+    return reply
+
+
+def _split_dialogs(chosen: Any, rejected: Any) -> list[dict[str, Any]] | None:
+    """Return two dialogs as the messages that they start with, and each as the rest.
+
+    None = they are replies only.
+    """
+    if not isinstance(chosen, list) or not isinstance(rejected, list) or _starts_reply(chosen[0]):
+        return None
+    n_common = 0
+    for ours, theirs in zip(chosen, rejected, strict=False):
+        if ours != theirs:
+            break
+        n_common += 1
+    if n_common in (0, len(chosen), len(rejected)):
+        found = f"{n_common} of {len(chosen)} and {len(rejected)} messages are their common start"
+        remedy = "both have to start with the same messages, and end with different replies to them"
+        raise ConfigError(f"chosen and rejected: {found}; {remedy}")
+    return [
+        {"prompt": dialog[:n_common], "completion": dialog[n_common:]}
+        for dialog in (chosen, rejected)
+    ]
+
+
+def _starts_reply(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    role = message.get("role", message.get("from"))
+    return _ROLES.get(str(role).lower()) in ("assistant", "function_call")
+
+
+def _check_reply(converted: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless what is compared is of the assistant, and says something."""
+    messages = converted.get("completion", converted.get("messages", [])[-1:])
+    if isinstance(messages, str):
+        return
+    if messages[0]["role"] in ("user", "system"):
+        remedy = "both replies have to answer the same messages"
+        raise ConfigError(f"the dialogs differ first in a message of the user; {remedy}")
+    if not any(message.get("content") or message.get("tool_calls") for message in messages):
+        raise ConfigError("the reply is empty; remove the line")
+
+
 def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def _add_placed(converted: dict[str, Any], values: Mapping[str, Any]) -> set[str]:
+    """Add to the messages of a record its system prompt and tools. Return their keys."""
+    chat = converted.get("messages") or converted["prompt"]
+    if not isinstance(chat, list):
+        return set()
+    for key in filter(values.get, _SYSTEM):
+        _add_system(chat, key, _join_parts(values[key]))
+    converted["tools"] = _decode(values.get("tools"))
+    return {*_SYSTEM, "tools"}
 
 
 def _add_system(messages: list[dict[str, Any]], key: str, system: Any) -> None:

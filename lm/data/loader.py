@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lm.data.config import DataConfig
-from lm.data.dataset import Position, Sample, SampleBatch, StreamState
+from lm.data.dataset import Dataset, Position, Sample, SampleBatch, StreamState
 from lm.data.run_data import Data
 from lm.data.stream import resume_streams
 from lm.model_config import IGNORE_INDEX
@@ -36,11 +36,38 @@ class MicroBatch(NamedTuple):
     targets: Tensor
     document_ids: Tensor | None = None
 
+    @property
+    def n_terms(self) -> Tensor:
+        """Terms of its loss: targets that are not ignored."""
+        return (self.targets != IGNORE_INDEX).sum()
+
+
+class PairBatch(NamedTuple):
+    """Pairs of replies of one forward pass, each reply with its prompt a separate document."""
+
+    inputs: Tensor
+    """int64, as is all but `lengths`, `(batch_size, seq_len)`, see `MicroBatch`"""
+    document_ids: Tensor | None
+    """of the same shape; None = one document"""
+    queries: Tensor
+    """`(N,)`, the tokens that the targets come after, as indices into the flattened inputs"""
+    targets: Tensor
+    """`(N,)`, of one reply after the other"""
+    lengths: list[int]
+    """targets of each of R replies, those of a pair one after the other, the chosen one first"""
+    replies: Tensor
+    """`(R,)`, their numbers, see `Sample`"""
+
+    @property
+    def n_terms(self) -> Tensor:
+        """Terms of its loss: pairs."""
+        return self.replies.new_tensor(len(self.lengths) // 2)
+
 
 class Batch(NamedTuple):
     """One rank's part of a global batch: `SampleBatch` on the device."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: Sequence[MicroBatch | PairBatch]
     n_terms: int
     """terms of the loss of all ranks: targets that are not ignored"""
     stream_state: StreamState | None
@@ -79,9 +106,11 @@ class Loader:
             return 0
         n_bytes = 0
         for i in range(self._validation_sizes[number]):
-            inputs, targets, _ = dataset[i]
-            is_target = targets != IGNORE_INDEX
-            n_bytes += self._data.tokenizer.count_bytes(inputs[is_target], targets[is_target])
+            sample = dataset[i]
+            is_target = sample.targets != IGNORE_INDEX
+            n_bytes += self._data.tokenizer.count_bytes(
+                sample.inputs[is_target], sample.targets[is_target]
+            )
         return n_bytes
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -128,21 +157,36 @@ class Loader:
             thread.submit(sample_batches.close)
             thread.shutdown(wait=False)
 
-    def validation(self) -> Iterator[tuple[int, MicroBatch]]:
+    def validation(self) -> Iterator[tuple[int, MicroBatch | PairBatch]]:
         """Yield this rank's validation micro-batches, equally many on every rank.
 
         Each comes with the number of its set. The last ones of a set are padded with sequences of
         token 0 whose targets are all ignored.
         """
-        for number in range(len(self._data.validation)):
-            for micro_batch in self._validation_batches(number):
+        for number, validation_set in enumerate(self._data.validation):
+            size = self._validation_sizes[number]
+            for micro_batch in self._batches_in_order(validation_set.dataset, size):
                 yield number, micro_batch
 
-    def _validation_batches(self, number: int) -> Iterator[MicroBatch]:
-        dataset = self._data.validation[number].dataset
-        size = self._validation_sizes[number]
-        inputs, targets, document_ids = dataset[0]
-        padding = Sample(np.zeros_like(inputs), np.full_like(targets, IGNORE_INDEX), document_ids)
+    def all_pairs(self) -> Iterator[PairBatch]:
+        """Yield this rank's micro-batches of the pairs of all datasets, as many on every rank.
+
+        They are padded as in `validation`.
+        """
+        for dataset in self._data.datasets:
+            for pairs in self._batches_in_order(dataset, len(dataset)):
+                assert isinstance(pairs, PairBatch)
+                yield pairs
+
+    def _batches_in_order(self, dataset: Dataset, size: int) -> Iterator[MicroBatch | PairBatch]:
+        """Yield micro-batches of the first `size` samples."""
+        first = dataset[0]
+        padding = first._replace(
+            inputs=np.zeros_like(first.inputs),
+            targets=np.full_like(first.targets, IGNORE_INDEX),
+        )
+        if first.replies is not None:
+            padding = padding._replace(replies=first.replies[:0])
         indices = range(self._dp_rank, size, self._dp_size)
         most_of_a_rank = math.ceil(size / self._dp_size)
         for start in range(0, most_of_a_rank, self._batch_size):
@@ -159,16 +203,31 @@ class Loader:
         micro_batches = [self._collate(samples[start : start + size]) for start in starts]
         return Batch(micro_batches, n_terms, stream_state)
 
-    def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
-        inputs, targets, document_ids = zip(*samples, strict=True)
+    def _collate(self, samples: Sequence[Sample]) -> MicroBatch | PairBatch:
+        length = len(samples[0].inputs)
         if not self._packing:
-            length = self._needed_length(targets)
-            inputs = [row[:length] for row in inputs]
-            targets = [row[:length] for row in targets]
-        micro_batch = MicroBatch(self._stack(inputs), self._stack(targets))
-        if document_ids[0] is not None:
-            micro_batch = micro_batch._replace(document_ids=self._stack(document_ids))
-        return micro_batch
+            length = self._needed_length([sample.targets for sample in samples])
+        inputs = np.stack([sample.inputs[:length] for sample in samples])
+        targets = np.stack([sample.targets[:length] for sample in samples])
+        ids = [each.document_ids[:length] for each in samples if each.document_ids is not None]
+        if not ids:
+            return MicroBatch(self._to_device(inputs), self._to_device(targets))
+        document_ids = np.stack(ids)
+        replies = [each.replies for each in samples if each.replies is not None]
+        if not replies:
+            return MicroBatch(*map(self._to_device, (inputs, targets, document_ids)))
+        is_target = targets != IGNORE_INDEX
+        rows = np.arange(len(samples))[:, None]
+        documents = (rows * length + document_ids)[is_target]
+        _, lengths = np.unique(documents, return_counts=True)
+        return PairBatch(
+            inputs=self._to_device(inputs),
+            document_ids=self._to_device(document_ids),
+            queries=self._to_device(np.flatnonzero(is_target)),
+            targets=self._to_device(targets[is_target]),
+            lengths=lengths.tolist(),
+            replies=self._to_device(np.concatenate(replies)),
+        )
 
     def _needed_length(self, targets: Sequence[NDArray[np.int64]]) -> int:
         """Return the length that holds the targets of all rows, one of `LENGTHS`.
@@ -182,8 +241,8 @@ class Loader:
         unit = math.ceil(seq_len / LENGTHS)
         return min(seq_len, unit * (last // unit + 1))
 
-    def _stack(self, arrays: Sequence[NDArray[np.int64]]) -> Tensor:
-        stacked = torch.from_numpy(np.stack(arrays))
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
         if self._device.type == "cuda":
-            return stacked.pin_memory().to(self._device, non_blocking=True)
-        return stacked
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor

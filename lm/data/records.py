@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -39,19 +40,28 @@ class RecordOptions:
     completion_only: bool
     held_out: bool | None
     """True = only every 20th line, for validation; False = only the others; None = all"""
+    pairs: bool = False
+    """records are preferences, each with a chosen and a rejected reply"""
 
     def selects(self, number: int) -> bool:
         """Return whether the line `number` is read."""
         return self.held_out is None or self.held_out == (number % _HOLD_OUT_EVERY == 0)
 
 
-class TokenizedSample(NamedTuple):
-    """A record, truncated to a sequence and the target of its last token."""
+class TokenizedDocument(NamedTuple):
+    """The text of a record, or one of the two of a pair, and the target of its last token."""
 
     ids: NDArray[np.uint32]
     """(tokens + 1,)"""
     is_target: NDArray[np.bool_]
     """(tokens,): whether the next token is learned"""
+
+
+class TokenizedSample(NamedTuple):
+    """A record, truncated to a sequence."""
+
+    documents: Sequence[TokenizedDocument]
+    """one, or of preferences the chosen and the rejected reply, each with the prompt"""
     full_length: int
     """tokens before truncation"""
     turn: int
@@ -153,28 +163,34 @@ class _PieceTokenizer(Iterable[Callable[[], TokenizedPiece]]):
 
     @functools.cached_property
     def _renderer(self) -> RecordRenderer:
-        return RecordRenderer(self.tokenizer, self.options.text_field, self.options.completion_only)
+        options = self.options
+        return RecordRenderer(
+            self.tokenizer, options.text_field, options.completion_only, options.pairs
+        )
 
     def _tokenize(self, piece: _Piece, error: ConfigError | None) -> TokenizedPiece:
         """Tokenize a piece; `error` is that of what follows it in its file."""
         samples: list[TokenizedSample] = []
         dropped: list[int] = []
         check = ByteCheck()
+        n_documents = 2 if self.options.pairs else 1
         try:
             records = list(self._renderer.render_lines(self._parse(piece)))
             for is_chat in (False, True):
                 numbers = [i for i, record in enumerate(records) if record.is_chat is is_chat]
                 batch = [records[i] for i in numbers]
                 tokenized = _tokenize_batch(batch, self.tokenizer, check, are_chats=is_chat)
-                for i, record in zip(numbers, tokenized, strict=True):
-                    # The target of position i is token i + 1.
-                    is_target = record.is_target[1 : self.options.seq_len + 1]
-                    if not is_target.any():
-                        dropped.append(_needed_length(record))
+                # Of a pair both are chats, or neither, so that they stay next to each other.
+                for i in numbers[::n_documents]:
+                    documents = list(itertools.islice(tokenized, n_documents))
+                    truncated = _truncate(documents, self.options.seq_len)
+                    if not all(document.is_target.any() for document in truncated):
+                        dropped.append(n_documents * max(map(_needed_length, documents)))
                         continue
-                    ids = record.ids[: self.options.seq_len + 1]
-                    turn = 2 * ((piece.first_record + i) // _CHATS_LAST) + is_chat
-                    samples.append(TokenizedSample(ids, is_target, len(record.ids) - 1, turn))
+                    full_length = sum(len(document.ids) - 1 for document in documents)
+                    number = piece.first_record + i // n_documents
+                    turn = 2 * (number // _CHATS_LAST) + is_chat
+                    samples.append(TokenizedSample(truncated, full_length, turn))
         except ConfigError as raised:
             error = raised
         notes = self._renderer.notes.take()
@@ -216,6 +232,22 @@ def _tokenize_batch(
             ended = end_text(ids, tokenizer.eos_id)
             # The end of the text is a target, too.
             yield _TokenizedRecord(ended, np.append(is_target[: len(ended) - 1], True))
+
+
+def _truncate(documents: Sequence[_TokenizedRecord], seq_len: int) -> list[TokenizedDocument]:
+    """Return documents that fit into a sequence together.
+
+    Those of a pair are cut at the same length, so that none is preferred for it.
+    """
+    limit = seq_len
+    if len(documents) > 1:
+        shorter = min(len(document.ids) - 1 for document in documents)
+        limit = max(seq_len // 2, seq_len - shorter)
+    # The target of position i is token i + 1.
+    return [
+        TokenizedDocument(document.ids[: limit + 1], document.is_target[1 : limit + 1])
+        for document in documents
+    ]
 
 
 def _needed_length(record: _TokenizedRecord) -> int:

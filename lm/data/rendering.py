@@ -1,4 +1,7 @@
-"""Records of JSON Lines as text, and which characters of it are targets."""
+"""Records of JSON Lines as text, and which characters of it are targets.
+
+A record of preferences is two texts: the prompt with the chosen reply, and with the rejected one.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +56,13 @@ class RecordRenderer:
 
     Args:
         completion_only: only completions and the assistant's messages are targets.
+        pairs: records are preferences, each with a chosen and a rejected reply.
     """
 
     tokenizer: Tokenizer
     text_field: str
     completion_only: bool
+    pairs: bool = False
 
     notes: ReadingNotes = field(default_factory=ReadingNotes)
     _problems: dict[ChatTemplate, str | None] = field(default_factory=dict)
@@ -66,16 +71,28 @@ class RecordRenderer:
     def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
         for line in lines:
             try:
-                yield self._render(line.record)._replace(place=line.place)
+                for rendered in self._render(line.record):
+                    yield rendered._replace(place=line.place)
             except ConfigError as error:
                 raise ConfigError(f"{line.place}: {error}") from None
             except RecursionError:
                 raise ConfigError(f"{line.place}: nested too deeply; remove the line") from None
 
-    def _render(self, record: Mapping[str, Any]) -> RenderedRecord:
-        converted = self.layouts.read(record)
-        if converted is None:
-            return self._render_text(record)
+    def _render(self, record: Mapping[str, Any]) -> list[RenderedRecord]:
+        """Return the text of a record, or the two of one of preferences."""
+        if not self.pairs:
+            converted = self.layouts.read(record)
+            if converted is None:
+                return [self._render_text(record)]
+            return [self._render_converted(converted)]
+        pair = [self._render_converted(reply) for reply in self.layouts.read_pair(record)]
+        chosen, rejected = pair
+        if chosen.text == rejected.text:
+            problem = "the replies are equal, so that nothing is preferred"
+            raise ConfigError(f"chosen and rejected: {problem}; remove the line")
+        return pair
+
+    def _render_converted(self, converted: Mapping[str, Any]) -> RenderedRecord:
         if "messages" in converted:
             return self._render_chat(converted, ("messages",))
         if isinstance(converted["prompt"], list):

@@ -65,13 +65,18 @@ class Data:
 
         It is all before the first completion, or at most `PROMPT_TOKENS` if there is no prompt.
         """
-        inputs, targets, _ = self.validation[0].dataset[0]
-        is_target = targets != IGNORE_INDEX
+        sample = self.validation[0].dataset[0]
+        is_target = sample.targets != IGNORE_INDEX
         # The target of position i is token i + 1.
         n_tokens = int(is_target.argmax()) + 1
         if n_tokens == 1:
             n_tokens = max(1, min(is_target.sum(), PROMPT_TOKENS))
-        return inputs[:n_tokens].tolist()
+        return sample.inputs[:n_tokens].tolist()
+
+    @property
+    def n_replies(self) -> int:
+        """Replies of all pairs; 0 = the data are no pairs."""
+        return sum(dataset.n_replies for dataset in self.datasets)
 
     def fingerprints(self) -> dict[str, Any]:
         """Return the identities of tokenizer and data, which a resumed run compares."""
@@ -97,11 +102,13 @@ def open_data(
     dp_rank: int = 0,
     dp_size: int = 1,
     date: datetime.date | None = None,
+    pairs: bool = False,
 ) -> Data:
     """Open and check the data that `config` names.
 
     Args:
         date: today's, for chat templates, unless `chat_template_date` is set.
+        pairs: the records are preferences.
 
     Raises:
         ConfigError: files are missing or invalid, a token is not below vocab_size, or there are too
@@ -114,7 +121,7 @@ def open_data(
         data = _open_stream(config, vocab_size, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
         date = config.chat_template_date or date
-        opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed, date)
+        opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed, date, pairs)
         weights = [1.0]
         if isinstance(config.train_data, dict):
             weights = list(config.train_data.values())
@@ -128,6 +135,11 @@ def open_data(
             _notes(config, opened),
             [*opened.train, *(each.dataset for each in opened.validation)],
         )
+        n_replies = 0
+        for dataset in data.datasets:
+            if dataset.n_replies > 0:
+                dataset.first_reply = n_replies
+                n_replies += dataset.n_replies
     if data.tokenizer is not None and data.tokenizer.vocab_size > vocab_size:
         beyond = f"has {data.tokenizer.vocab_size} ids, the model {vocab_size} (vocab_size)"
         note = f"tokenizer: {beyond}: text with one of the others is refused"
@@ -162,6 +174,7 @@ def _open_datasets(
     global_batch_size: int,
     seed: int,
     date: datetime.date | None,
+    pairs: bool,
 ) -> _OpenedDatasets:
     match config.dataset:
         case "synthetic":
@@ -171,7 +184,7 @@ def _open_datasets(
         case "tokens":
             return _open_tokens(config, vocab_size, seq_len)
         case _:  # "jsonl"; "hf" is streamed
-            return _open_jsonl(config, vocab_size, seq_len, date)
+            return _open_jsonl(config, vocab_size, seq_len, date, pairs)
 
 
 def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
@@ -380,7 +393,7 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFileDataset) -> 
 
 
 def _open_jsonl(
-    config: DataConfig, vocab_size: int, seq_len: int, date: datetime.date | None
+    config: DataConfig, vocab_size: int, seq_len: int, date: datetime.date | None, pairs: bool
 ) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.limit_ids(vocab_size)
@@ -399,7 +412,12 @@ def _open_jsonl(
         raise ConfigError(f"{problem}; write its records to a file, in Python: {code}")
 
     def read(where: str, key: str, held_out: bool | None) -> JsonlDataset:
-        return _read_jsonl(config, where, key, tokenizer, seq_len, held_out)
+        found = files.find_files(where, key)
+        only = config.loss_on == "completion"
+        with error_prefix(key):
+            return JsonlDataset(
+                found, tokenizer, seq_len, config.text_field, only, config.packing, held_out, pairs
+            )
 
     if config.val_data is None:
         validation = [ValidationSet(None, read(where, "train_data", held_out=True))]
@@ -411,22 +429,6 @@ def _open_jsonl(
         ]
         train = read(where, "train_data", held_out=None)
     return _OpenedDatasets([train], validation, tokenizer)
-
-
-def _read_jsonl(
-    config: DataConfig,
-    where: str,
-    key: str,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    held_out: bool | None,
-) -> JsonlDataset:
-    found = files.find_files(where, key)
-    completion_only = config.loss_on == "completion"
-    with error_prefix(key):
-        return JsonlDataset(
-            found, tokenizer, seq_len, config.text_field, completion_only, config.packing, held_out
-        )
 
 
 def _open_stream(

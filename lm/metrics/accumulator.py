@@ -25,15 +25,22 @@ class MetricsAccumulator:
     Args:
         flops_per_token: forward and backward.
         peak_flops: of one device (FLOP/s); None = unknown, no MFU.
+        statistics: names of what the objective reports besides the loss.
     """
 
     def __init__(
-        self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None
+        self,
+        device: torch.device,
+        world: World,
+        flops_per_token: float,
+        peak_flops: float | None,
+        statistics: Sequence[str] = (),
     ) -> None:
         self._device = device
         self._world = world
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
+        self._names = statistics
         self._load(MetricSums())
 
     def _load(self, sums: MetricSums) -> None:
@@ -41,6 +48,7 @@ class MetricsAccumulator:
         self._sums = on_device[: len(SUMS)]
         self._consecutive_skipped = on_device[ON_DEVICE.index("consecutive_skipped")]
         self._most_consecutive_skipped = on_device[ON_DEVICE.index("most_consecutive_skipped")]
+        self._statistics = self._on_device([sums.statistics.get(name, 0) for name in self._names])
         self.n_steps = sums.n_steps
         self._n_tokens = sums.n_tokens
         self._data_seconds = sums.data_seconds
@@ -56,11 +64,15 @@ class MetricsAccumulator:
             self._load(MetricSums())
         elif len(ranks) == self._world.size:
             self._load(ranks[self._world.rank])
-        else:  # of another world size: rank 0 continues with the sum of all losses
+        else:  # of another world size: rank 0 continues with the sums of all terms
             loss_sum = 0.0
+            statistics: dict[str, float] = {}
             if self._world.rank == 0:
                 loss_sum = math.fsum(sums.loss_sum for sums in ranks)
-            self._load(ranks[0].model_copy(update={"loss_sum": loss_sum}))
+                for name in self._names:
+                    statistics[name] = math.fsum(sums.statistics.get(name, 0) for sums in ranks)
+            update = {"loss_sum": loss_sum, "statistics": statistics}
+            self._load(ranks[0].model_copy(update=update))
 
     def state_dict(self) -> MetricSums:
         """Return the sums since the last report; synchronizes with the device."""
@@ -72,6 +84,7 @@ class MetricsAccumulator:
             n_tokens=self._n_tokens,
             seconds=time.perf_counter() - self._start_time,
             data_seconds=self._data_seconds,
+            statistics=dict(zip(self._names, self._statistics.tolist(), strict=True)),
         )
 
     def _now(self) -> float:
@@ -113,14 +126,15 @@ class MetricsAccumulator:
         n_tokens: int,
         grad_norm: Tensor,
         skipped: Tensor,
+        statistics: Tensor | None = None,
     ) -> None:
         """Add a step, without waiting for it.
 
         Args:
-            loss_sum: over the terms of this rank (nats); all other values are over all
-                ranks.
+            loss_sum: over the terms of this rank (nats); all other values are over all ranks.
             skipped: 1.0 if the optimizer skipped the step, else 0.0. The loss and norm of a skipped
                 step do not count.
+            statistics: of the objective, over the terms of this rank; None = none.
         """
         loss_sum = loss_sum.to(self._device, torch.float64)
         grad_norm = grad_norm.to(self._device, torch.float64)
@@ -131,6 +145,8 @@ class MetricsAccumulator:
         loss_sum, grad_norm = counted.unbind()
         self._sums += torch.stack([loss_sum, n_terms * taken, grad_norm, taken, skipped])
 
+        if statistics is not None:
+            self._statistics += statistics.masked_fill(skipped > 0, 0.0)
         self._consecutive_skipped = (self._consecutive_skipped + 1) * skipped
         self._most_consecutive_skipped = torch.maximum(
             self._most_consecutive_skipped, self._consecutive_skipped
@@ -152,12 +168,15 @@ class MetricsAccumulator:
         """
         sums = self.state_dict()
         own = [sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device)]
+        own += sums.statistics.values()
         ranks = self._world.all_gather(self._on_device(own))
-        loss_sums, data_seconds, memory = ranks.T.tolist()
+        loss_sums, data_seconds, memory, *statistics = ranks.T.tolist()
 
         metrics: dict[str, float] = {}
         if sums.n_taken:
             metrics["loss"] = math.fsum(loss_sums) / sums.n_terms
+            for name, its_sums in zip(self._names, statistics, strict=True):
+                metrics[name] = math.fsum(its_sums) / sums.n_terms
             metrics["grad_norm"] = sums.grad_norm_sum / sums.n_taken
         tokens_per_second = sums.n_tokens / sums.seconds
         metrics["peak_memory_gib"] = max(memory)

@@ -63,6 +63,10 @@ class MetricSums(BaseModel, frozen=True, extra="forbid"):
         default=0.0, description="skipped steps since the last one that was taken, as of now"
     )
     most_consecutive_skipped: Count = Field(default=0.0, description="the most of them")
+    statistics: dict[str, Sum] = Field(
+        default_factory=dict,
+        description="of the objective, by name: over the terms of this rank",
+    )
 
     @model_validator(mode="after")
     def _check_terms(self) -> MetricSums:

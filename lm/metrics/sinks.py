@@ -243,6 +243,8 @@ _FORMATS = {
     "loss": ("loss", "7.4f"),
     "perplexity": ("perplexity", "<7.4g"),
     "bits_per_byte": ("bits per byte", ".3f"),
+    "reward_accuracy": ("accuracy", ".3f"),
+    "reward_margin": ("margin", "<7.4g"),
     "lr": ("lr", ".2e"),
     "grad_norm": ("grad norm", "<6.3g"),
     "tokens_per_second": ("tokens/s", "7,.0f"),

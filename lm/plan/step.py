@@ -29,7 +29,10 @@ from torch.utils._pytree import tree_leaves
 from fsdp import build_model
 from lm.config import Hyperparameters
 from lm.data.config import derive_global_batch_size
+from lm.data.loader import MicroBatch, PairBatch
 from lm.memory import Ranks
+from lm.objectives.dpo import DPO
+from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
 from lm.training import optim, parallelize, precision
 from model import Transformer, find_logits_limit
@@ -258,11 +261,16 @@ def _step(
     _watch_backward(model, live)
     scaler = precision.LossScaler(ranks.dtype, torch.device("cpu"))
     tokens = torch.zeros(hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64)
-    for micro_batch in range(n_micro_batches):
-        is_last = micro_batch == n_micro_batches - 1
+    objective: Objective = NextToken()
+    micro_batch: MicroBatch | PairBatch = MicroBatch(tokens, tokens)
+    if hp.objective.of_pairs:
+        objective = DPO(hp.objective, 2, tokens.device)
+        micro_batch = _pair_of(tokens)
+    for number in range(n_micro_batches):
+        is_last = number == n_micro_batches - 1
         parallelize.start_micro_step(model, hp.parallel, is_last)
         live.start_phase(FORWARD)
-        loss = model(tokens, tokens)
+        loss, _ = objective.losses(model, micro_batch)
         live.start_phase(BACKWARD_OF_LAST)
         (loss * scaler.scale).backward()
         del loss
@@ -270,6 +278,14 @@ def _step(
     live.start_phase(OPTIMIZER)
     _, nonfinite, divisor = optimizer.measure_gradients(scaler.scale)
     optimizer.step(1e-3, divisor, nonfinite)
+
+
+def _pair_of(tokens: Tensor) -> PairBatch:
+    """Return a pair of replies that fill `tokens`, all of them targets."""
+    numbers = torch.arange(tokens.numel())
+    half = tokens.numel() // 2
+    lengths = [half, tokens.numel() - half]
+    return PairBatch(tokens, None, numbers, tokens.flatten(), lengths, torch.arange(2))
 
 
 def _watch_backward(model: Transformer, live: LiveBytes) -> None:

@@ -123,6 +123,12 @@ class World:
         dist.all_reduce(gathered)
         return gathered
 
+    def minimum(self, values: Tensor) -> Tensor:
+        """Return the elementwise minimum of every rank's `values`, a tensor on the device."""
+        smallest = values.clone()
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return smallest
+
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's `value`, any picklable object, by rank."""
         values: list[Any] = [None] * self.size

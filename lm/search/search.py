@@ -319,7 +319,12 @@ def _find_inputs(
     try:
         assert hp.run.seed is not None
         data = open_data(
-            hp.data, hp.model.vocab_size, hp.model.max_seq_len, batch_size, hp.run.seed
+            hp.data,
+            hp.model.vocab_size,
+            hp.model.max_seq_len,
+            batch_size,
+            hp.run.seed,
+            pairs=hp.objective.of_pairs,
         )
         check_token_files(data.datasets)
         check_searcher(searcher, hp.tasks, data)

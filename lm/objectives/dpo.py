@@ -1,0 +1,143 @@
+"""Direct preference optimization: of two replies to a prompt, the chosen one becomes more likely.
+
+With pi the model, ref its initial weights, and the reward of a reply y to a prompt x
+
+    r(x, y) = beta log(pi(y | x) / ref(y | x))
+
+the term of a pair is -log sigmoid(r(x, chosen) - r(x, rejected)) (Rafailov et al., 2023), with
+`label_smoothing` e (1 - e) times that and e times the same of the pair with its replies exchanged
+(Mitchell, 2023). IPO's is (d - 1 / (2 beta))^2, where d is the difference of the log-ratios per
+token (Azar et al., 2023). With `sft_weight`, each pair adds -log pi(chosen | x) per token (Pang et
+al., 2024).
+
+log ref is computed once, before the first step, by the model that is trained: it needs no second
+model, and the same kernels compute both. It is part of every checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.data.loader import MicroBatch, PairBatch
+from lm.errors import RunError
+from lm.objectives.config import ObjectiveConfig
+from lm.objectives.objective import Losses, Objective
+from lm.runtime.world import World
+from model import Transformer
+
+_UNKNOWN = 1.0
+"""Of replies that are not computed yet: no log-probability is positive."""
+
+
+class DPO(Objective):
+    """Terms are pairs; the difference of their rewards is to grow.
+
+    Args:
+        n_replies: of all pairs of the run's data.
+    """
+
+    statistics = (
+        "reward_accuracy",
+        "reward_margin",
+        "reward_chosen",
+        "reward_rejected",
+        "log_prob_chosen",
+        "log_prob_rejected",
+        "length_chosen",
+        "length_rejected",
+    )
+
+    def __init__(self, config: ObjectiveConfig, n_replies: int, device: torch.device) -> None:
+        self._config = config
+        self.reference = torch.full((n_replies,), _UNKNOWN, dtype=torch.float64, device=device)
+        """log ref of each reply, in nats"""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"log_probs": self.reference}
+
+    @property
+    def n_missing(self) -> int:
+        """Replies whose log ref is unknown."""
+        return int((self.reference > 0).sum())
+
+    def lacks_reference(self, pairs: PairBatch) -> bool:
+        """Return whether log ref of a reply is unknown."""
+        return bool((self.reference[pairs.replies] > 0).any())
+
+    @torch.no_grad()
+    def compute_reference(self, model: Transformer, pairs: PairBatch) -> None:
+        """Compute log ref of all replies with `model`, which is in train mode, as in a step."""
+        self.reference[pairs.replies] = score_replies(model, pairs)
+
+    def exchange(self, world: World) -> None:
+        """Let all ranks know what each has computed."""
+        self.reference.copy_(world.minimum(self.reference))
+
+    def check_start(self, means: Sequence[float], compute_dtype: torch.dtype | None) -> str:
+        """Return what the statistics of the first step say of the reference.
+
+        Raises:
+            RunError: the model does not equal it, as it has to before the first update.
+        """
+        margin = means[self.statistics.index("reward_margin")]
+        limit = 1e-4
+        if compute_dtype is not None:
+            limit = 0.5
+        found = (
+            f"objective: dpo: the mean margin of rewards before the first update is {margin:.1e}"
+        )
+        if not abs(margin) <= limit:
+            cause = "so the model differs from its reference, or computes inf or NaN"
+            raise RunError(f"{found}, not 0: {cause}; use resume=fresh, or amp_dtype: null")
+        loss = math.log(2)
+        if self._config.dpo_loss == "ipo":
+            loss = 1 / (4 * self._config.dpo_beta**2)
+        return f"{found}; if it is 0, the loss is {loss:.6f}"
+
+    def losses(self, model: Transformer, micro_batch: MicroBatch | PairBatch) -> Losses:
+        assert isinstance(micro_batch, PairBatch)
+        log_probs = score_replies(model, micro_batch)
+        rewards = self._config.dpo_beta * (log_probs - self.reference[micro_batch.replies])
+        lengths = log_probs.new_tensor(micro_batch.lengths)
+        losses = self._losses_of_pairs(rewards, lengths)
+        if self._config.sft_weight:
+            losses = losses - self._config.sft_weight * (log_probs / lengths)[0::2]
+
+        chosen, rejected = rewards.detach()[0::2], rewards.detach()[1::2]
+        of_pairs = [
+            chosen > rejected,
+            chosen - rejected,
+            chosen,
+            rejected,
+            log_probs.detach()[0::2],
+            log_probs.detach()[1::2],
+            lengths[0::2],
+            lengths[1::2],
+        ]
+        return Losses(losses.sum(), torch.stack([values.double().sum() for values in of_pairs]))
+
+    def _losses_of_pairs(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+        """Return the loss of each pair, `(R / 2,)`, from what each of R replies has."""
+        beta = self._config.dpo_beta
+        if self._config.dpo_loss == "ipo":
+            log_ratios = rewards / (beta * lengths)  # per token
+            return (log_ratios[0::2] - log_ratios[1::2] - 1 / (2 * beta)) ** 2
+        margins = rewards[0::2] - rewards[1::2]
+        smoothing = self._config.label_smoothing
+        return -(1 - smoothing) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
+
+
+def score_replies(model: Transformer, pairs: PairBatch) -> Tensor:
+    """Return the log-probability of each reply after its prompt in nats, `(R,)` float64."""
+    log_probs, _ = model(
+        pairs.inputs, pairs.targets, document_ids=pairs.document_ids, queries=pairs.queries
+    )
+    sums = [of_reply.sum() for of_reply in log_probs.double().split(pairs.lengths)]
+    if not sums:  # of padding
+        return log_probs.double()
+    return torch.stack(sums)

@@ -1,0 +1,49 @@
+"""What a run minimizes: the mean of terms over the global batch, of every target or of every pair.
+
+An objective returns the sum of a micro-batch's terms. The step divides by the number of terms in
+the global batch, so that the gradient depends neither on ranks, nor on accumulation or packing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lm.data.loader import MicroBatch, PairBatch
+from model import Transformer
+
+
+class Losses(NamedTuple):
+    """What an objective computes of a micro-batch, or their sums over several."""
+
+    loss_sum: Tensor
+    """of the terms: a scalar, with gradients"""
+    statistics: Tensor
+    """sums over the terms of what is reported besides, `(n,)` float64"""
+
+
+class Objective(ABC):
+    """What the terms of the loss are."""
+
+    statistics: Sequence[str] = ()
+    """names of what is reported besides the loss, as means over the terms"""
+
+    @abstractmethod
+    def losses(self, model: Transformer, micro_batch: MicroBatch | PairBatch) -> Losses:
+        """Return the sums over the terms of a micro-batch."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the live state tensors, equal on every rank: by default none."""
+        return {}
+
+
+class NextToken(Objective):
+    """Terms are the targets: -log p of the next token."""
+
+    def losses(self, model: Transformer, micro_batch: MicroBatch | PairBatch) -> Losses:
+        assert isinstance(micro_batch, MicroBatch)
+        loss_sum = model(*micro_batch)
+        return Losses(loss_sum, loss_sum.new_empty(0))

@@ -1,0 +1,403 @@
+"""`objective: dpo` is its definition: on any ranks, packed or not, resumed or not, as in TRL."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm import config
+from lm.errors import ConfigError
+from lm.hf import weights
+from tests.support.hf import LLAMA, add_tokenizer, make_reference
+from tests.support.hyperparameters import LLAMA_STYLE, TINY, named_keys
+from tests.support.parallelism import train_each
+from tests.support.ranks import run_ranks
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
+
+STEPS = 5
+N_PAIRS = 16
+TRAINING: dict[str, Any] = {
+    "objective": "dpo",
+    "dataset": "jsonl",
+    "shuffle": False,
+    "packing": False,
+    "max_seq_len": 64,
+    "max_steps": STEPS,
+    "report_rate": 1,
+    "validation_rate": STEPS,
+    "checkpoint_rate": 100,
+    "total_batch_size": 4,
+    "batch_size": 1,
+    "amp_dtype": None,
+    "lr": 1e-2,
+    "num_tokens": 0,
+    "seed": 7,
+}
+
+
+def reward_metrics(line: dict[str, Any]) -> list[float]:
+    return [value for key, value in line.items() if key.startswith(("loss", "reward", "log_prob"))]
+
+
+@dataclass(frozen=True)
+class Sources:
+    model: Path
+    """in transformers' format, with a tokenizer"""
+    pairs: Path
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        """Hyperparameters of a run, with the keys of its model."""
+        of_model = dict(weights.model_defaults(str(self.model)))
+        data = {"train_data": str(self.pairs), "val_data": str(self.pairs)}
+        return of_model | data | {"init_from": str(self.model)} | TRAINING | changes
+
+    def lines(self) -> list[dict[str, str]]:
+        return [json.loads(line) for line in self.pairs.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    folder = tmp_path_factory.mktemp("sources")
+    raw = LLAMA | {"num_key_value_heads": 2, "vocab_size": 300}
+    make_reference(raw).save_pretrained(folder / "llama")
+    add_tokenizer(folder / "llama", 280)
+    draw = random.Random(1)
+    lines = []
+    for _ in range(N_PAIRS):
+        prompt, chosen, rejected = (
+            "".join(draw.choices("abcd ", k=draw.randrange(1, 10))) + end for end in "?.!"
+        )
+        lines.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Sources(folder / "llama", pairs)
+
+
+# ---- the definition, with transformers
+
+
+class Example(NamedTuple):
+    ids: list[int]
+    n_prompt: int
+
+
+def examples_of(sources: Sources) -> list[Example]:
+    """The chosen and the rejected reply of each pair, one after the other."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(sources.model)
+    examples = []
+    for line in sources.lines():
+        n_prompt = len(tokenizer(line["prompt"])["input_ids"])
+        for key in ("chosen", "rejected"):
+            ids = tokenizer(line["prompt"] + line[key])["input_ids"]
+            examples.append(Example([*ids, tokenizer.eos_token_id], n_prompt))
+    return examples
+
+
+def log_prob(model: nn.Module, example: Example) -> Tensor:
+    ids = torch.tensor([example.ids])
+    log_probs = F.log_softmax(model(ids).logits[0, :-1], dim=-1)
+    of_tokens = log_probs.gather(-1, ids[0, 1:, None])[:, 0]
+    return of_tokens[example.n_prompt - 1 :].sum()
+
+
+def defined_steps(sources: Sources, hp: config.Hyperparameters) -> list[dict[str, float]]:
+    """The loss and rewards of each step of DPO, one reply at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(sources.model)
+    reference = AutoModelForCausalLM.from_pretrained(sources.model)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=hp.optim.lr,
+        weight_decay=hp.optim.weight_decay,
+        betas=(hp.optim.beta1, hp.optim.beta2),
+    )
+    own = hp.objective
+    examples = examples_of(sources)
+    steps = []
+    for step in range(hp.run.max_steps or 0):
+        losses, chosen_rewards, rejected_rewards = [], [], []
+        for pair in range(4 * step, 4 * step + 4):
+            chosen, rejected = (examples[(2 * pair + i) % len(examples)] for i in range(2))
+            policy = [log_prob(model, example) for example in (chosen, rejected)]
+            with torch.no_grad():
+                ref = [log_prob(reference, example) for example in (chosen, rejected)]
+            ratios = [p - r for p, r in zip(policy, ref, strict=True)]
+            n_tokens = [len(each.ids) - each.n_prompt for each in (chosen, rejected)]
+            if own.dpo_loss == "ipo":
+                difference = ratios[0] / n_tokens[0] - ratios[1] / n_tokens[1]
+                loss = (difference - 1 / (2 * own.dpo_beta)) ** 2
+            else:
+                margin = own.dpo_beta * (ratios[0] - ratios[1])
+                wrong = own.label_smoothing
+                loss = -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+            losses.append(loss - own.sft_weight * policy[0] / n_tokens[0])
+            chosen_rewards.append(own.dpo_beta * ratios[0].item())
+            rejected_rewards.append(own.dpo_beta * ratios[1].item())
+        mean = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+        steps.append(
+            {
+                "loss": mean.item(),
+                "reward_chosen": sum(chosen_rewards) / 4,
+                "reward_rejected": sum(rejected_rewards) / 4,
+            }
+        )
+    return steps
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "smoothed": {"label_smoothing": 0.1, "dpo_beta": 0.3},
+    "ipo": {"dpo_loss": "ipo", "dpo_beta": 0.5},
+    "with-sft": {"sft_weight": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_dpo_is_its_definition(name: str, sources: Sources, tmp_path: Path) -> None:
+    settings = sources.settings(**VARIANTS[name])
+    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    run_fsdp(tmp_path, config=settings, code=0)
+    reports = read_reports(tmp_path)
+    for step, expected in enumerate(defined_steps(sources, hp), start=1):
+        found = {key: reports[step][key] for key in expected}
+        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), step
+
+
+# ---- parallelism, accumulation and packing
+
+# All pairs are one batch, so that each option has the same pairs in a step.
+ONE_BATCH = {"total_batch_size": N_PAIRS, "batch_size": 4}
+EQUAL: dict[str, dict[str, Any]] = {
+    "4x": {},
+    "1x": {"batch_size": 1},
+    "no-shard": {"sharding": "no-shard"},
+    "recompute": {"activation_checkpointing": "full"},
+    "one-unit": {"layer_wrap": False, "batch_size": 2},
+    "muon": {"optimizer": "muon"},
+}
+
+
+def losses_on(ranks: int, folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    folder.mkdir()
+    return run_ranks(ranks, train_each, str(folder), runs)[0]
+
+
+@pytest.mark.slow
+def test_ranks_and_accumulation_change_nothing(sources: Sources, tmp_path: Path) -> None:
+    base = sources.settings(**ONE_BATCH)
+    runs = {name: base | changes for name, changes in EQUAL.items()}
+    one = losses_on(1, tmp_path / "1", runs)
+    assert one["4x"][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert one["4x"][-1] < 0.6
+    for ranks in (2, 4):
+        for name, losses in losses_on(ranks, tmp_path / str(ranks), runs).items():
+            assert losses == pytest.approx(one[name], rel=1e-6, abs=1e-6), (ranks, name)
+    for name in EQUAL.keys() - {"muon"}:
+        assert one[name] == pytest.approx(one["4x"], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_packing_changes_nothing(sources: Sources, tmp_path: Path) -> None:
+    base = sources.settings(**ONE_BATCH)
+    separate = losses_on(1, tmp_path / "separate", {"run": base})["run"]
+    # Fewer sequences hold the same pairs.
+    note = run_fsdp(tmp_path, "packing=true", "--dry-run", config=base | ONE_BATCH).stderr
+    n_sequences = int(note.split(" sequences of max_seq_len")[0].split()[-1])
+    assert n_sequences < N_PAIRS
+    packed = base | {"packing": True, "batch_size": 1, "total_batch_size": n_sequences}
+    found = losses_on(1, tmp_path / "packed", {"run": packed})["run"]
+    assert found == pytest.approx(separate, rel=1e-6, abs=1e-6)
+
+
+# ---- stopping and resuming
+
+
+def exact(folder: Path) -> dict[int, list[float]]:
+    lines = {group: read_reports(folder, group) for group in ("training", "validation")}
+    return {
+        step + 1000 * (group == "validation"): reward_metrics(line)
+        for group, of_group in lines.items()
+        for step, line in of_group.items()
+    }
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_equal_bit_for_bit(sources: Sources, tmp_path: Path) -> None:
+    settings = sources.settings(report_rate=2, validation_rate=2)
+    run_fsdp(tmp_path / "one", config=settings, ranks=2, code=0)
+    first = run_fsdp(tmp_path / "two", "stop_at_step=3", config=settings, ranks=2, code=0)
+    assert "computed the log-probabilities" in first.stdout
+    second = run_fsdp(tmp_path / "two", config=settings, ranks=2, code=0)
+    assert "resumed from checkpoint" in second.stdout
+    assert "log-probabilities" not in second.stdout
+    assert exact(tmp_path / "two") == exact(tmp_path / "one")
+    # On another number of ranks, sums of an unfinished report are continued, too.
+    run_fsdp(tmp_path / "three", "stop_at_step=3", config=settings, ranks=2, code=0)
+    run_fsdp(tmp_path / "three", config=settings, ranks=1, code=0)
+    for step, values in exact(tmp_path / "three").items():
+        assert values == pytest.approx(exact(tmp_path / "one")[step], rel=1e-5, abs=1e-6)
+
+
+STOP_IN_REFERENCE = """
+import signal
+from lm.objectives.dpo import DPO
+compute = DPO.compute_reference
+calls = 0
+def compute_and_end(self, model, pairs):
+    global calls
+    calls += 1
+    compute(self, model, pairs)
+    if calls == {calls} and rank == 0:
+        os.kill(os.getpid(), signal.{signal})
+DPO.compute_reference = compute_and_end
+"""
+COUNT = """
+from lm.objectives.dpo import DPO
+compute = DPO.compute_reference
+def compute_and_print(self, model, pairs):
+    print("batch", len(pairs.replies), flush=True)
+    compute(self, model, pairs)
+DPO.compute_reference = compute_and_print
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signal", "n_left"), [("SIGTERM", 12), ("SIGKILL", 12)])
+def test_the_reference_is_resumed_inside(
+    signal: str, n_left: int, sources: Sources, tmp_path: Path
+) -> None:
+    # 16 pairs to train on and 16 to validate on, 4 in a batch on two ranks with 2 each: 8 batches.
+    settings = sources.settings(batch_size=2, checkpoint_rate=2)
+    run_fsdp(tmp_path / "one", config=settings, ranks=2, code=0)
+    calls = {"SIGTERM": 2, "SIGKILL": 3}[signal]
+    script = STOP_IN_REFERENCE.format(calls=calls, signal=signal)
+    ended = run_fsdp(tmp_path / "two", config=settings, ranks=2, script=script)
+    assert (ended.returncode == 0) == (signal == "SIGTERM")
+    assert list(checkpoints_by_step(tmp_path / "two")) == [0]
+    again = run_fsdp(tmp_path / "two", config=settings, ranks=2, script=COUNT, code=0)
+    assert again.stdout.count("batch 4\n") == n_left
+    assert exact(tmp_path / "two") == exact(tmp_path / "one")
+
+
+def test_other_validation_data_are_another_run(sources: Sources, tmp_path: Path) -> None:
+    settings = sources.settings()
+    run_fsdp(tmp_path, "stop_at_step=2", config=settings, code=0)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(sources.pairs.read_text().splitlines(keepends=True)[::-1]))
+    refused = run_fsdp(tmp_path, f"val_data={other}", config=settings, code=2)
+    assert "val_data" in refused.stderr
+    assert "different run" in refused.stderr
+
+
+def test_a_wrong_reference_is_refused(sources: Sources, tmp_path: Path) -> None:
+    script = """
+from lm.objectives.dpo import DPO
+compute = DPO.compute_reference
+def compute_wrongly(self, model, pairs):
+    compute(self, model, pairs)
+    self.reference[pairs.replies[0::2]] -= 0.1
+DPO.compute_reference = compute_wrongly
+"""
+    refused = run_fsdp(tmp_path, config=sources.settings(), script=script, code=1)
+    assert "differs from its reference" in refused.stderr
+
+
+# ---- adapters
+
+
+def test_adapters_start_at_their_base(sources: Sources, tmp_path: Path) -> None:
+    settings = sources.settings(lora_rank=4, validation_rate=1)
+    run_fsdp(tmp_path, "stop_at_step=1", config=settings, code=0)
+    first = read_reports(tmp_path)[1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["reward_chosen"] == first["reward_rejected"] == 0
+    run_fsdp(tmp_path, config=settings, code=0)
+    validations = read_reports(tmp_path, "validation")
+    assert validations[STEPS]["loss"] < validations[1]["loss"] < math.log(2)
+
+
+# ---- learning
+
+
+def write_preferences(path: Path, seed: int, n_pairs: int) -> None:
+    """Pairs in which the reply that repeats the prompt's letter is preferred."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(n_pairs):
+            right, wrong = draw.sample("ab", 2)
+            prompt = "".join(draw.choices("xyz", k=draw.randrange(1, 6)))
+            line = {
+                "prompt": f"{prompt}{right}",
+                "chosen": right * draw.randrange(1, 4),
+                "rejected": wrong * draw.randrange(1, 4),
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def test_a_random_model_learns_which_reply_is_preferred(tmp_path: Path) -> None:
+    shape = TINY | LLAMA_STYLE | {"vocab_size": 264, "max_seq_len": 32, "amp_dtype": None}
+    base = shape | {"dataset": "text", "max_steps": 1, "lr": 1e-9, "num_tokens": 0}
+    text = tmp_path / "text.txt"
+    text.write_text("abc " * 100)
+    run_fsdp(tmp_path, f"train_data={text}", "run_name=base", config=base, code=0)
+    write_preferences(tmp_path / "train.jsonl", 1, 600)
+    write_preferences(tmp_path / "held_out.jsonl", 2, 100)
+    settings = shape | {
+        "objective": "dpo",
+        "init_from": "runs/base",
+        "dataset": "jsonl",
+        "train_data": "train.jsonl",
+        "val_data": "held_out.jsonl",
+        "max_steps": 150,
+        "lr": 3e-3,
+        "total_batch_size": 8,
+        "batch_size": 8,
+        "validation_rate": 150,
+        "num_tokens": 0,
+    }
+    run_fsdp(tmp_path, config=settings, code=0)
+    last = read_reports(tmp_path, "validation")[150]
+    assert last["reward_accuracy"] > 0.95
+    assert last["reward_margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"])
+    assert "perplexity" not in last
+
+
+# ---- bad input
+
+REFUSED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "no-weights": ({"init_from": None}, {"objective", "init_from"}),
+    "text": ({"dataset": "text"}, {"objective", "dataset"}),
+    "dropout": ({"dropout": 0.1}, {"dropout", "objective"}),
+    "adapters-dropout": ({"lora_rank": 2, "lora_dropout": 0.1}, {"lora_dropout", "objective"}),
+    "smoothed-ipo": ({"dpo_loss": "ipo", "label_smoothing": 0.1}, {"label_smoothing", "dpo_loss"}),
+    "smoothing": ({"label_smoothing": 0.5}, {"label_smoothing"}),
+    "beta": ({"dpo_beta": 0}, {"dpo_beta"}),
+    "next-token": ({"objective": "next-token", "dpo_beta": 0.2}, {"dpo_beta", "objective"}),
+    "alias": ({"loss_type": "ipo"}, {"dpo_loss"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_to_dpo_is_refused(name: str) -> None:
+    changes, keys = REFUSED[name]
+    values = TINY | {"objective": "dpo", "dataset": "jsonl", "init_from": "x"} | changes
+    with pytest.raises(ConfigError) as error:
+        config.read_hyperparameters({"hyperparameters": values}, [], "test")
+    assert keys <= named_keys(error.value)

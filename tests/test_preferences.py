@@ -1,0 +1,288 @@
+"""Pairs of replies are read as they are published, and cut, packed and loaded as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.data.files import JsonLine
+from lm.data.jsonl import JsonlDataset
+from lm.data.loader import Loader, PairBatch
+from lm.data.rendering import RecordRenderer
+from lm.data.run_data import Data, DataConfig, open_data
+from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
+from lm.errors import ConfigError
+from model import IGNORE_INDEX
+from tests.support.tokenizer_files import llama_tokenizer
+
+BYTES = ByteTokenizer()
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}"
+    "{{ message.tool_calls | tojson if message.tool_calls }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+CONFIG = json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}).encode()
+LLAMA = FileTokenizer({TOKENIZER_JSON: llama_tokenizer(), "tokenizer_config.json": CONFIG}, "small")
+
+
+def chat(*turns: str, start: str = "user") -> list[dict[str, Any]]:
+    roles = ["user", "assistant"]
+    first = roles.index(start)
+    return [{"role": roles[(first + i) % 2], "content": text} for i, text in enumerate(turns)]
+
+
+def sharegpt(*turns: str, start: str = "user") -> list[dict[str, Any]]:
+    names = {"user": "human", "assistant": "gpt"}
+    return [
+        {"from": names[turn["role"]], "value": turn["content"]}
+        for turn in chat(*turns, start=start)
+    ]
+
+
+def write(path: Path, records: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+QA = ("[user] Q</s>[assistant] A</s>", "A</s>")
+QB = ("[user] Q</s>[assistant] B</s>", "B</s>")
+SYSTEM_QA = ("[system] S</s>" + QA[0], QA[1])
+SYSTEM_QB = ("[system] S</s>" + QB[0], QB[1])
+TURNS = "[user] Q0</s>[assistant] A0</s>"
+
+READ: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "texts": (
+        {"prompt": "Q: ", "chosen": "A", "rejected": "B"},
+        [("Q: A", "A"), ("Q: B", "B")],  # and the end of the text
+    ),
+    "messages": (
+        {
+            "prompt": chat("Q"),
+            "chosen": chat("A", start="assistant"),
+            "rejected": chat("B", start="assistant"),
+        },
+        [QA, QB],
+    ),
+    "text-replies": ({"prompt": chat("Q"), "chosen": "A", "rejected": "B"}, [QA, QB]),
+    "ultrafeedback_binarized": (
+        {
+            "prompt": "Q",
+            "prompt_id": "f0e1",
+            "chosen": chat("Q", "A"),
+            "rejected": chat("Q", "B"),
+            "messages": chat("Q", "A"),
+            "score_chosen": 8.5,
+            "score_rejected": 8.0,
+        },
+        [QA, QB],
+    ),
+    "dialogs-as-json": (
+        {"chosen": json.dumps(chat("Q", "A")), "rejected": json.dumps(chat("Q", "B"))},
+        [QA, QB],
+    ),
+    "several-turns": (
+        {"chosen": chat("Q0", "A0", "Q", "A"), "rejected": chat("Q0", "A0", "Q", "B")},
+        [(TURNS + QA[0], QA[1]), (TURNS + QB[0], QB[1])],
+    ),
+    "orca_dpo_pairs": (
+        {"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
+        [SYSTEM_QA, SYSTEM_QB],
+    ),
+    "llamafactory-alpaca": (
+        {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
+        [QA, QB],
+    ),
+    "llamafactory-sharegpt": (
+        {
+            "conversations": sharegpt("Q0", "A0", "Q"),
+            "chosen": {"from": "gpt", "value": "A"},
+            "rejected": {"from": "gpt", "value": "B"},
+        },
+        [(TURNS + QA[0], QA[1]), (TURNS + QB[0], QB[1])],
+    ),
+    "sharegpt-dialogs": (
+        {"chosen": sharegpt("Q", "A"), "rejected": sharegpt("Q", "B"), "source": "web"},
+        [QA, QB],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_published_preferences_are_read(name: str) -> None:
+    record, expected = READ[name]
+    renderer = RecordRenderer(LLAMA, "text", completion_only=True, pairs=True)
+    found: list[tuple[str, str]] = []
+    for text, spans, _, place in renderer.render_lines([JsonLine("a:1", record, 0)]):
+        assert place == "a:1"
+        found.append((text, "".join(text[span.start : span.stop] for span in spans or ())))
+    assert found == expected
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no-preference": ({"prompt": "Q", "completion": "A"}, "chosen: is missing"),
+    "one-reply": ({"prompt": "Q", "chosen": "A"}, "rejected: is missing"),
+    "empty": ({"prompt": "Q", "chosen": "", "rejected": "B"}, "chosen: is missing or empty"),
+    "empty-message": (
+        {"prompt": chat("Q"), "chosen": "A", "rejected": chat("", start="assistant")},
+        "rejected: the reply is empty",
+    ),
+    "no-prompt": ({"chosen": "A", "rejected": "B"}, "no prompt"),
+    "equal": ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "chosen and rejected: the replies"),
+    "equal-dialogs": (
+        {"chosen": chat("Q", "A"), "rejected": chat("Q", "A")},
+        "chosen and rejected: 2 of 2 and 2 messages",
+    ),
+    "other-prompts": (
+        {"chosen": chat("Q", "A"), "rejected": chat("P", "B")},
+        "chosen and rejected: 0 of 2 and 2 messages",
+    ),
+    "ends-early": (
+        {"chosen": chat("Q", "A"), "rejected": chat("Q")},
+        "chosen and rejected: 1 of 2 and 1 messages",
+    ),
+    "other-question": (
+        {"chosen": chat("Q", "A", "P", "A"), "rejected": chat("Q", "A", "O", "B")},
+        "chosen: the dialogs differ first in a message of the user",
+    ),
+    "another-prompt": (
+        {"prompt": "P", "chosen": chat("Q", "A"), "rejected": chat("Q", "B")},
+        "prompt: not read",
+    ),
+    "generations": (
+        {"prompt": "Q", "chosen": "A", "rejected": "B", "generations": ["A", "B", "C"]},
+        "generations: not read",
+    ),
+    "no-list": (
+        {"prompt": chat("Q"), "chosen": [1], "rejected": "B"},
+        "chosen: completion[0] is 1",
+    ),
+    "kto": ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label: "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_pair_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    record, start = REFUSED[name]
+    file = write(tmp_path / "a.jsonl", [READ["texts"][0], record])
+    with pytest.raises(ConfigError) as error:
+        JsonlDataset([file], LLAMA, 256, pairs=True)
+    assert str(error.value).startswith(f"{file}:2: {start}")
+
+
+replies = st.text(st.sampled_from("abc"), min_size=1, max_size=9)
+records = st.lists(
+    st.tuples(replies, replies, replies).filter(lambda texts: texts[1] != texts[2]),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(records, st.integers(8, 40), st.booleans())
+def test_a_pair_is_packed_and_cut_as_a_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    records: list[tuple[str, str, str]],
+    seq_len: int,
+    packing: bool,
+) -> None:
+    expected: list[tuple[list[int], list[int]]] = []
+    n_cut = 0
+    for prompt, chosen, rejected in records:
+        full = [len(prompt + reply) for reply in (chosen, rejected)]
+        limit = max(seq_len // 2, seq_len - min(full))
+        if limit < len(prompt):
+            continue
+        n_cut += sum(full) > seq_len
+        for reply in (chosen, rejected):
+            text = [*BYTES.encode(prompt + reply), BYTES.eos_id]
+            inputs, targets = text[:-1][:limit], text[1:][:limit]
+            expected.append((inputs, targets[len(prompt) - 1 :]))
+    file = tmp_path_factory.mktemp("pairs") / "a.jsonl"
+    keys = ("prompt", "chosen", "rejected")
+    write(file, [dict(zip(keys, record, strict=True)) for record in records])
+    if not expected:
+        with pytest.raises(ConfigError, match="max_seq_len"):
+            JsonlDataset([file], BYTES, seq_len, packing=packing, pairs=True)
+        return
+    samples = JsonlDataset([file], BYTES, seq_len, packing=packing, pairs=True)
+    found: list[tuple[Any, Any]] = []
+    for i in range(len(samples)):
+        inputs, targets, document_ids, numbers = samples[i]
+        assert document_ids is not None
+        assert numbers is not None
+        assert len(numbers) == 2 * samples.count_terms(i)
+        assert packing or len(numbers) == 2
+        for document in range(len(numbers)):
+            here = document_ids == document
+            learned = targets[here][targets[here] != IGNORE_INDEX]
+            found.append((inputs[here].tolist(), learned.tolist()))
+        assert (targets[document_ids >= len(numbers)] == IGNORE_INDEX).all()
+    assert len(found) == samples.n_replies
+    pairs = [(found[i], found[i + 1]) for i in range(0, len(found), 2)]
+    assert sorted(pairs) == sorted(zip(expected[0::2], expected[1::2], strict=True))
+    if not packing:
+        assert found == expected
+    note = samples.note or ""
+    assert (f"; {n_cut} truncated" in note) == (n_cut > 0)
+
+
+def open_pairs(folder: Path, n_pairs: int, **changes: Any) -> Data:
+    lines = [
+        {"prompt": f"{n}?", "chosen": "y" * (1 + n % 5), "rejected": "n" * (1 + n % 7)}
+        for n in range(n_pairs)
+    ]
+    path = str(write(folder / "pairs.jsonl", lines))
+    keys = {"dataset": "jsonl", "train_data": path, "val_data": path}
+    config = DataConfig.model_validate(keys | changes)
+    return open_data(config, 264, 32, 2, 0, pairs=True)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_pairs_of_all_ranks_are_all_replies_once(
+    ranks: int, packing: bool, tmp_path: Path
+) -> None:
+    numbers: list[int] = []
+    n_batches: set[int] = set()
+    for rank in range(ranks):
+        data = open_pairs(tmp_path, 17, packing=packing)
+        config = DataConfig.model_validate({"batch_size": 2, "packing": packing})
+        loader = Loader(config, data, 6, rank, ranks, torch.device("cpu"))
+        batches = list(loader.all_pairs())
+        n_batches.add(len(batches))
+        for pairs in batches:
+            assert len(pairs.lengths) == len(pairs.replies)
+            assert sum(pairs.lengths) == len(pairs.queries) == len(pairs.targets)
+            assert min(pairs.lengths, default=1) > 0
+            numbers += pairs.replies.tolist()
+    assert sorted(numbers) == list(range(2 * 2 * 17))  # of the training and of the validation data
+    assert len(n_batches) == 1
+
+
+def test_queries_come_before_the_targets_of_each_reply(tmp_path: Path) -> None:
+    data = open_pairs(tmp_path, 9)
+    config = DataConfig.model_validate({"batch_size": 2})
+    batch = next(Loader(config, data, 2, 0, 1, torch.device("cpu")).training(0))
+    (pairs,) = batch.micro_batches
+    assert isinstance(pairs, PairBatch)
+    assert batch.n_terms == pairs.n_terms == len(pairs.lengths) // 2
+    assert pairs.document_ids is not None
+    inputs = pairs.inputs.flatten()
+    documents = (pairs.document_ids + 100 * torch.arange(2)[:, None]).flatten()[pairs.queries]
+    starts = np.cumsum([0, *pairs.lengths[:-1]])
+    for reply, (start, length) in enumerate(zip(starts, pairs.lengths, strict=True)):
+        part = slice(start, start + length)
+        assert len(documents[part].unique()) == 1
+        targets = pairs.targets[part]
+        assert set(targets[:-1].tolist()) == {ord("yn"[reply % 2])}
+        assert targets[-1] == BYTES.eos_id
+        assert inputs[pairs.queries[part]][1:].tolist() == targets[:-1].tolist()
+        assert inputs[pairs.queries[start]] == ord("?")
