@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lm.data.cache import cache_directory
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader
 from lm.data.probe import TemplateProbe
@@ -337,6 +338,21 @@ def test_chat_template_gets_its_variables_and_the_date() -> None:
     assert (date(first), date(second)) == ("29 Feb 1996", "1996, 29")
     first.template_kwargs = second.template_kwargs = {"date_string": "today", "mark": "!"}
     assert (date(first), date(second)) == ("today", "today, today!")
+
+
+@pytest.mark.parametrize("reads_date", [False, True])
+def test_day_matters_to_templates_that_read_it(reads_date: bool, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    file = write(tmp_path / "a.jsonl", [{"messages": messages}])
+    template = CHAT_TEMPLATE
+    if reads_date:
+        template = "{{ strftime_now('%d') }}" + CHAT_TEMPLATE
+    tokenizer = llama(template)
+    for day in (1, 2):
+        tokenizer.date = datetime.date(2026, 1, day)
+        JsonlDataset([file], tokenizer, 256)
+    n_entries = len(list((cache_directory() / "tokens").glob("*/")))
+    assert n_entries == 1 + reads_date
 
 
 def test_chat_template_date_of_a_computed_format() -> None:

@@ -27,7 +27,7 @@ from lm.data.dataset import Dataset, Sample
 from lm.data.files import name_files
 from lm.data.layouts import ReadingNotes
 from lm.data.records import RecordOptions, TokenizedPiece, TokenizedSample, tokenize_files
-from lm.data.rendering import find_template_text
+from lm.data.rendering import describe_template, find_template_text
 from lm.data.tokenizer import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
@@ -65,6 +65,7 @@ class JsonlDataset(Dataset):
             "kind": "jsonl",
             "files": describe_files(files),
             "tokenizer": describe_tokenizer(tokenizer),
+            "template": describe_template(tokenizer),
             "options": asdict(options),
             "packing": packing,
         }
