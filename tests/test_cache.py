@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from lm.data.cache import KEPT_DAYS, cache_directory, cached, describe_files
 from lm.data.jsonl import JsonlDataset
+from lm.data.text import read_text
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
 from tests.support import REPOSITORY
@@ -82,6 +84,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from lm.data.jsonl import JsonlDataset
+from lm.data.text import read_text
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
 
@@ -190,3 +193,19 @@ def test_dataset_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert torch.from_numpy(ours).dtype == torch.int64
     with pytest.raises(AttributeError):
         JsonlDataset([path], tokenizer, 31)
+
+
+def test_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("to be or not to be" * 100)
+    tokenizer = load_tokenizer("bytes")
+    first = read_text([path], tokenizer)
+    digest = sha256(first.tokens[10:50].tobytes()).hexdigest()
+    assert first.hash_tokens(10, 50) == digest
+    monkeypatch.delattr(type(tokenizer), "encode_batch")
+    second = read_text([path], tokenizer)
+    assert np.array_equal(first.tokens, second.tokens)
+    second.path.rename(tmp_path / "gone")
+    assert second.hash_tokens(10, 50) == digest
+    with pytest.raises(FileNotFoundError):
+        second.hash_tokens(10, 51)

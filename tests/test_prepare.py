@@ -26,6 +26,7 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
+from lm.data.encoder import CHUNK_SIZE, TokenChunk
 from lm.data.files import read_blocks
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, first_tokens, open_documents
@@ -34,7 +35,7 @@ from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
 from lm.prepare import __main__ as command
 from lm.prepare import readers, token_writer
-from lm.prepare.readers import TokenChunk, is_held_out, read_documents, read_ids
+from lm.prepare.readers import is_held_out, read_documents, read_ids
 from lm.tasks.questions import read_tasks
 from tests.support import REPOSITORY
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -265,7 +266,7 @@ def test_prepare_reads_a_file_of_two_names_once(tmp_path: Path) -> None:
 
 def test_prepare_tokens_do_not_depend_on_workers(tmp_path: Path) -> None:
     texts = [f"document {n}\n" * (n % 3000) for n in range(400)] + [
-        "longer than a chunk\n" * readers.CHUNK_SIZE
+        "longer than a chunk\n" * CHUNK_SIZE
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[1:]))
     common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--workers")
@@ -337,7 +338,7 @@ def test_hdf5_samples_are_joined_up_to_end_of_text(
 ) -> None:
     path = hdf5(tmp_path / "a.h5", [[9, 9, 1, 2], [3, 4, 5, 9], [9, 9, 6, 9], [9, 7, 8, 1]])
     for chunk in (1 << 20, 1, 4, 8):
-        monkeypatch.setattr(readers, "CHUNK_SIZE", chunk)
+        monkeypatch.setattr(readers, "IDS_AT_ONCE", chunk)
         assert joined(read_ids(path, 10, 9, 0.0)) == (
             [1, 2, 3, 4, 5, 9, 6, 9, 7, 8, 1, 9],
             [6, 8, 12],
@@ -414,7 +415,7 @@ def test_hdf5_without_samples_of_ids_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(readers, "CHUNK_SIZE", 4)
+    monkeypatch.setattr(readers, "IDS_AT_ONCE", 4)
     monkeypatch.chdir(tmp_path)
     hdf5(tmp_path / "secret.h5", [[1, 2]])
     path = tmp_path / "a.h5"
@@ -867,7 +868,7 @@ def test_prepare_refuses_input_that_changes(
 def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
     line = "To be, or not to be:\n"
-    (tmp_path / "a.txt").write_text(line * (readers.CHUNK_SIZE // 20))
+    (tmp_path / "a.txt").write_text(line * (CHUNK_SIZE // 20))
     (tmp_path / "b.txt").write_text(line * 2_000_000)
     out = tmp_path / "out"
     process = start(tmp_path / "a.txt", tmp_path / "b.txt", "--tokenizer", tmp_path, "--out", out)

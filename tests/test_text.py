@@ -26,10 +26,10 @@ import safetensors.numpy
 import torch
 import zstandard
 
-from lm.data.files import find_files, read_json_lines
+from lm.data.files import READ_BLOCK_BYTES, find_files, read_json_lines, read_text_blocks
 from lm.data.run_data import DataConfig, open_data
 from lm.data.text import read_text
-from lm.data.tokenizer import ByteTokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, encode_documents
 from lm.data.tokens import read_index
 from lm.errors import ConfigError
 from lm.prepare import __main__ as prepare
@@ -39,6 +39,7 @@ from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
+from tests.support.tokenizer_files import byte_level_tokenizer
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.eos_id
@@ -134,7 +135,7 @@ def test_train_data_null_is_the_standard_librarys_source() -> None:
     names = {path.name for path in files}
     assert {"argparse.py", "ast.py", "decoder.py"} <= names
     assert not [path for path in files if "test" in path.parts or "site-packages" in path.parts]
-    tokens, ends, _ = read_text(files, TOKENIZER)
+    tokens, ends, *_ = read_text(files, TOKENIZER)
     assert len(tokens) > 5_000_000
     assert (tokens == END).sum() == len(ends) == sum(path.stat().st_size > 0 for path in files)
 
@@ -183,7 +184,7 @@ def test_find_files_calls_a_directory_without_files_one(tmp_path: Path) -> None:
 def test_text_files_end_with_end_of_text(tmp_path: Path) -> None:
     names = ["ü.txt", *(f"{letter}.txt" for letter in "abcdefghij")]
     one, two = (write(tmp_path / folder, *names) for folder in ("one", "two"))
-    tokens, ends, _ = read_text(one, TOKENIZER)
+    tokens, ends, *_ = read_text(one, TOKENIZER)
     assert (tokens[ends - 1] == END).all()
     assert len(ends) == len(names)
     assert tokens[-1] == END
@@ -403,3 +404,34 @@ def test_documents_that_do_not_attend_to_each_other_are_trained_as_separate_ones
         assert loss.item() == pytest.approx(expected, rel=1e-5)
         assert dataset.count_terms(index) == (targets != IGNORE_INDEX).sum()
     assert n_documents > len(dataset)
+
+
+def test_long_file_has_the_tokens_of_its_text(tmp_path: Path) -> None:
+    """It is read in blocks, and its parts are encoded at the same time."""
+    words = "to be or not to be: das ist die Königsfrage, "
+    text = words * (3 * READ_BLOCK_BYTES // len(words.encode()))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text(text[:99])
+    tokenizer = FileTokenizer({TOKENIZER_JSON: byte_level_tokenizer()}, "test")
+    read = read_text([tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer)
+    first, second = encode_documents(tokenizer, [text, text[:99]])
+    for document in np.split(read.tokens, read.ends[:-1]):
+        expected = first
+        if len(document) < len(first):
+            expected = second
+        assert np.array_equal(document, expected)
+    assert read.has_bytes
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_character_that_is_cut_is_named_by_its_byte(at_end: bool, tmp_path: Path) -> None:
+    content = b"x" * (READ_BLOCK_BYTES - 1) + "é".encode()
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    assert "".join(read_text_blocks(path)) == content.decode()
+    cut = content[:-1]
+    if not at_end:
+        cut += b"x"
+    path.write_bytes(cut)
+    with pytest.raises(ConfigError, match=f"byte {READ_BLOCK_BYTES - 1} is not UTF-8; "):
+        list(read_text_blocks(path))

@@ -23,6 +23,7 @@ from typing import Any
 from filelock import FileLock
 
 from lm.errors import oserror_as_config_error
+from lm.fileio import write_durably
 from lm.launch.cleanup import at_exit
 
 KEPT_DAYS = 30
@@ -109,13 +110,21 @@ def _delete_unused(root: Path) -> None:
                     path.unlink()
 
 
-@functools.cache
-def _code() -> list[str]:
-    """Return what identifies the code that computes: the sources of this package, and versions."""
+def _hash_sources() -> str:
     digest = sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    code = [digest.hexdigest()]
+    return digest.hexdigest()
+
+
+_SOURCES = _hash_sources()
+"""of this package when it is imported: what is computed later is computed by these"""
+
+
+@functools.cache
+def _code() -> list[str]:
+    """Return what identifies the code that computes: the sources of this package, and versions."""
+    code = [_SOURCES]
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             code.append(f"{name} {metadata.version(name)}")
@@ -139,15 +148,23 @@ def _content_hash(path: Path) -> str:
     if status.st_size < _REMEMBERED_BYTES:
         return sha256(path.read_bytes()).hexdigest()
     state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    name = sha256(repr((path.absolute(), state)).encode()).hexdigest()
-    known = cache_directory() / "hashes" / name
+    return remembered((path.absolute(), state), lambda: _hash_file(path))
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def remembered(facts: object, compute: Callable[[], str]) -> str:
+    """Return what `compute` returned, now or earlier, for what `facts` identify."""
+    known = cache_directory() / "hashes" / sha256(repr(facts).encode()).hexdigest()
     with suppress(OSError):
         return known.read_text()
-    with path.open("rb") as file:
-        found = file_digest(file, "sha256").hexdigest()
+    found = compute()
     with suppress(OSError):
         known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = known.with_name(f"{known.name}.{os.getpid()}")
-        draft.write_text(found)
+        write_durably(draft, found.encode())
         draft.rename(known)
     return found

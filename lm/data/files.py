@@ -298,6 +298,24 @@ def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
         raise ConfigError(f"{path}: {problem}; {advise_encoding(path, content)}") from None
 
 
+def read_text_blocks(path: Path) -> Iterator[str]:
+    """Yield the text of `path` in blocks; see `read_blocks`."""
+    offset = 0
+    content = b""
+    n_decoded = 0
+    for block in read_blocks(path):
+        offset += n_decoded
+        content = content[n_decoded:] + block
+        try:
+            text, n_decoded = codecs.utf_8_decode(content)  # without an incomplete last character
+        except UnicodeDecodeError:
+            n_decoded = 0
+            break
+        yield text
+    if n_decoded < len(content):
+        decode_utf8(path, content, offset)  # raises an error that says why
+
+
 def raise_together(errors: Sequence[ConfigError]) -> None:
     """Raise one error with the problems of all `errors`, up to 20 of them in full, if any."""
     if errors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,16 @@ def progress_bar(
 
 def _text_bytes(files: Sequence[Path], file_format: str | None) -> int | None:
     """Return the size of the text in `files`; None = unknown until they are read."""
-    total = 0
     for path in files:
         if format_of(path, file_format) not in ("text", "jsonl") or is_compressed(path):
             return None
-        total += path.stat().st_size
+    return total_size(files)
+
+
+def total_size(files: Sequence[Path]) -> int:
+    """Return the bytes of `files`, without those that cannot be read: who reads them says why."""
+    total = 0
+    for path in files:
+        with suppress(OSError):
+            total += path.stat().st_size
     return total

@@ -236,7 +236,13 @@ def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedData
         documents = None
         if not config.attend_across_documents:
             documents = Documents(text.ends[text.ends > start] - start)
-        return TokenWindowDataset(text.tokens[start:stop], seq_len, documents, text.has_bytes)
+        return TokenWindowDataset(
+            text.tokens[start:stop],
+            seq_len,
+            documents,
+            text.has_bytes,
+            text.hash_tokens(start, stop),
+        )
 
     train = windows(text, 0, n_trained)
     validation: list[ValidationSet] = []

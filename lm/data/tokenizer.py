@@ -106,8 +106,8 @@ class ByteTokenizer:
         """Return the bytes of UTF-8 of `targets`, each the token after its input."""
         return int(self.text_bytes[targets].sum())
 
-    def tells_bytes(self, text: str, ids: NDArray[Any]) -> bool:  # noqa: ARG002
-        """Return whether `count_bytes` of the ids of `text` are its own bytes."""
+    def tells_bytes(self, *_: Any, **__: Any) -> bool:
+        """Return whether `count_bytes` of the ids of a text are its own bytes."""
         return True
 
     def limit_ids(self, n_ids: int) -> None:
@@ -121,6 +121,14 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+    def split(self, blocks: Iterable[str]) -> Iterator[str]:
+        """Yield the pieces of a text that can be encoded one by one: each of its blocks."""
+        yield from blocks
+
+    def encode_piece(self, text: str) -> NDArray[np.uint32]:
+        (ids,) = self.encode_batch([text])
+        return ids
 
     def encode_with_ends(
         self,
@@ -402,13 +410,19 @@ class FileTokenizer:
         sizes = np.where(is_first, self._first_bytes[targets], self.text_bytes[targets])
         return int(sizes.sum())
 
-    def tells_bytes(self, text: str, ids: NDArray[Any]) -> bool:
+    def tells_bytes(self, text: str, ids: NDArray[Any], *, is_start: bool = True) -> bool:
         """Return whether `count_bytes` of the ids of `text` are its own bytes.
 
         They are not where the tokenizer replaces characters, e.g. by their normal form.
+
+        Args:
+            is_start: False = of a piece that is not the first of its text.
         """
         n_bytes = len(self._special_text.sub("", text).encode())
-        return n_bytes == self.count_bytes(np.append(self.eos_id, ids[:-1]), ids)
+        if is_start:
+            return n_bytes == self.count_bytes(np.append(self.eos_id, ids[:-1]), ids)
+        n_first = int(self.text_bytes[ids[:1]].sum())
+        return n_bytes == n_first + self.count_bytes(ids[:-1], ids[1:])
 
     def _encode(self, text: str) -> list[int]:
         with self._library_errors():
@@ -448,36 +462,49 @@ class FileTokenizer:
 
         The library uses all cores unless TOKENIZERS_PARALLELISM is false.
         """
-        split = [self._split(text) for text in texts]
+        split = [list(self.split([text])) for text in texts]
         with self._library_errors():
             encodings = self._encoder.encode_batch_fast([first for first, *_ in split])
         results: list[NDArray[np.uint32]] = []
         for encoding, (_, *others) in zip(encodings, split, strict=True):
-            parts = [np.array(encoding.ids[self._find_text(encoding)], np.uint32)]
-            for other in others:
-                with self._library_errors():
-                    (piece,) = self._encoder.encode_batch_fast([other], add_special_tokens=False)
-                parts.append(np.array(piece.ids, np.uint32))
-            ids = np.concatenate(parts)
-            self._check_ids(ids)
-            results.append(ids)
+            first = np.array(encoding.ids[self._find_text(encoding)], np.uint32)
+            self._check_ids(first)
+            results.append(np.concatenate([first, *map(self.encode_piece, others)]))
         return results
 
-    def _split(self, text: str) -> list[str]:
-        """Return the pieces of a long text that can be encoded one by one.
+    def encode_piece(self, text: str) -> NDArray[np.uint32]:
+        """Return the ids of a piece that is not the first of its text."""
+        with self._library_errors():
+            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
+        ids = np.array(encoding.ids, np.uint32)
+        self._check_ids(ids)
+        return ids
+
+    def split(self, blocks: Iterable[str]) -> Iterator[str]:
+        """Yield the pieces of a text in blocks that can be encoded one by one.
 
         They are cut where this tokenizer encodes the words before and after apart as it does
-        together.
+        together; a text without such places is one piece.
         """
-        pieces: list[str] = []
-        start = 0
-        while len(text) - start > 2 * _PIECE_SIZE:
-            seam = self._find_seam(text, start + _PIECE_SIZE)
-            if seam is None:
-                break
-            pieces.append(text[start:seam])
-            start = seam
-        return [*pieces, text[start:]]
+        remaining = iter(blocks)
+        text = ""
+        for block in remaining:
+            text += block
+            start = 0
+            while len(text) - start > 2 * _PIECE_SIZE + _SEAM_CONTEXT:
+                seam = self._find_seam(text, start + _PIECE_SIZE)
+                if seam is None:
+                    yield "".join([text[start:], *remaining])
+                    return
+                yield text[start:seam]
+                start = seam
+            text = text[start:]
+        if len(text) > 2 * _PIECE_SIZE:
+            seam = self._find_seam(text, _PIECE_SIZE) or 0
+            if seam > 0:
+                yield text[:seam]
+            text = text[seam:]
+        yield text
 
     def _find_seam(self, text: str, first: int) -> int | None:
         found = _SEAM.finditer(text, first, first + _PIECE_SIZE)
@@ -643,18 +670,11 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return all that the tokens of a record depend on, as JSON."""
+    """Return all that the tokens of a text depend on, as JSON."""
     if isinstance(tokenizer, ByteTokenizer):
         return {"identity": tokenizer.identity}
-    date = tokenizer.date or datetime.date.today()
     files = {name: hashlib.sha256(text).hexdigest() for name, text in tokenizer.files.items()}
-    return {
-        "identity": tokenizer.identity,
-        "files": files,
-        "n_ids": tokenizer.n_model_ids,
-        "template_kwargs": tokenizer.template_kwargs,
-        "date": date.isoformat(),
-    }
+    return {"identity": tokenizer.identity, "files": files, "n_ids": tokenizer.n_model_ids}
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
@@ -676,8 +696,10 @@ class ByteCheck:
 
     is_exact = True
 
-    def add(self, tokenizer: Tokenizer, text: str, ids: NDArray[np.uint32]) -> None:
-        self.is_exact = self.is_exact and tokenizer.tells_bytes(text, ids)
+    def add(
+        self, tokenizer: Tokenizer, text: str, ids: NDArray[np.uint32], *, is_start: bool = True
+    ) -> None:
+        self.is_exact = self.is_exact and tokenizer.tells_bytes(text, ids, is_start=is_start)
 
 
 def encode_documents(

@@ -91,12 +91,14 @@ class TokenWindowDataset(Dataset):
 
     Args:
         documents: that do not see each other; None = attention crosses them.
+        digest: SHA-256 of the tokens; None = it is computed when it is asked for.
     """
 
     tokens: NDArray[np.integer[Any]]
     seq_len: int
     documents: Documents | None = None
     has_bytes: bool = True
+    digest: str | None = None
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
@@ -115,7 +117,9 @@ class TokenWindowDataset(Dataset):
         return self.documents.count_targets(index * self.seq_len, self.seq_len)
 
     def fingerprint(self) -> str:
-        digest = sha256(np.ascontiguousarray(self.tokens).data).hexdigest()
+        digest = self.digest
+        if digest is None:
+            digest = sha256(np.ascontiguousarray(self.tokens).data).hexdigest()
         return f"{len(self.tokens)} tokens, sha256 {digest}"
 
 

@@ -5,8 +5,8 @@
 
 An input is a file, a directory or a glob. DIR receives train.bin, train.ends and train.json, with
 --validation-fraction also validation.bin and so on, and the tokenizer's files. Documents are read
-and tokens are written in the order of the input; threads encode chunks of about 1 MB. A document is
-encoded in one piece, which takes about 120 bytes of memory per byte of text: 7 GiB for 64 MB.
+and tokens are written in the order of the input; threads encode parts of 256 KB, which takes about
+120 bytes of memory per byte. Text without spaces between words is encoded in one piece.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.data.documents import FORMATS, format_of
+from lm.data.encoder import Document, TokenChunk, encode_in_threads, split_documents
 from lm.data.files import find_files, name_files
 from lm.data.progress import progress_bar
 from lm.data.tokenizer import (
@@ -37,10 +38,7 @@ from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
 from lm.prepare import token_writer
-from lm.prepare.encoder import encode_in_threads
 from lm.prepare.readers import (
-    Document,
-    TokenChunk,
     hold_out,
     must_split,
     read_documents,
@@ -241,7 +239,8 @@ def _read_tokens(
         else:
             assert tokenizer is not None  # find_inputs
             documents = _read_split_documents(args, paths, from_tail)
-            yield from encode_in_threads(documents, tokenizer, args.workers)
+            parts = split_documents(documents, tokenizer)
+            yield from encode_in_threads(parts, tokenizer, args.workers)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

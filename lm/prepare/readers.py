@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.documents import Record, format_of, read_records, read_table, stream_records
+from lm.data.encoder import Document, TokenChunk
 from lm.data.files import error_text, get_text
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 from lm.launch.requirements import requires
 
-CHUNK_SIZE = 1 << 20
-"""Bytes of input after which a chunk of complete documents is encoded; HDF5: ids read at once."""
-
+IDS_AT_ONCE = 1 << 20
+"""that are read from an HDF5 file"""
 MAX_COMPRESSION = 1100
 """By which factor HDF5's filters can compress. Deflate, the strongest, has 1032."""
 MAX_SAMPLE_BYTES = 1 << 30
 """Of one row of an HDF5 file, which is read at once."""
-
-
-@dataclass(slots=True)
-class Document:
-    """The text of a document, or of its part in one split."""
-
-    text: str
-    size: int
-    """bytes of input"""
-    held_out: bool = False
-
-
-@dataclass(slots=True)
-class TokenChunk:
-    """Tokens of documents of one split."""
-
-    ids: NDArray[np.integer[Any]]
-    ends: NDArray[np.int64]
-    """the position in `ids` after the last token of each document; the last document may continue
-    in the next chunk"""
-    held_out: bool
-    size: int
-    """bytes of input"""
-    has_bytes: bool = True
-    """whether the ids tell how many bytes of text they are"""
 
 
 def is_held_out(document: bytes, fraction: float) -> bool:
@@ -80,9 +55,10 @@ def _split_document(document: Document, fraction: float) -> Iterator[Document]:
     n_kept = n_characters - round(n_characters * fraction)
     kept_size = document.size * n_kept // n_characters
     if n_kept > 0:
-        yield Document(document.text[:n_kept], kept_size)
+        yield replace(document, text=document.text[:n_kept], size=kept_size)
     if n_kept < n_characters:
-        yield Document(document.text[n_kept:], document.size - kept_size, held_out=True)
+        rest = replace(document, text=document.text[n_kept:], size=document.size - kept_size)
+        yield replace(rest, held_out=True)
 
 
 def must_split(documents: Iterable[Document], fraction: float) -> bool:
@@ -117,7 +93,7 @@ def _read_file(path: Path, name: str | None, field: str) -> Iterator[Document]:
     match name:
         case "text":
             for record in read_records(path, name):
-                yield Document(record.fields["text"], record.size)
+                yield Document(record.fields["text"], record.size, record.place)
         case "jsonl":
             yield from _read_field(read_records(path, name), field)
         case "csv" | "tsv":
@@ -131,7 +107,8 @@ def _read_file(path: Path, name: str | None, field: str) -> Iterator[Document]:
 
 def _read_field(records: Iterable[Record], field: str) -> Iterator[Document]:
     for record in records:
-        yield Document(_get_text(record.fields, field, record.place), record.size)
+        text = _get_text(record.fields, field, record.place)
+        yield Document(text, record.size, record.place)
 
 
 def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
@@ -156,8 +133,9 @@ def _read_library_table(name: str, path: Path, field: str) -> Iterator[Document]
         table: Any = stream_records([path], name)
         _check_column(table.features, field, str(path))
         for row, record in enumerate(table.select_columns([field]), 1):
-            text = _get_text(record, field, f"{path}: row {row}")
-            yield Document(text, len(text))
+            place = f"{path}: row {row}"
+            text = _get_text(record, field, place)
+            yield Document(text, len(text), place)
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
         raise ConfigError(f"{path}: cannot be read as {name}: {error_text(error)}") from None
 
@@ -213,7 +191,7 @@ def _read_samples(
 ) -> Iterator[NDArray[np.integer[Any]]]:
     """Yield the ids of one sample, or of several consecutive ones, as one array."""
     n_samples, sample_length = data.shape
-    n_at_once = max(1, CHUNK_SIZE // max(1, sample_length))
+    n_at_once = max(1, IDS_AT_ONCE // max(1, sample_length))
     for first in range(0, n_samples, n_at_once):
         samples = data[first : first + n_at_once]
         is_wrong = (samples < 0) | (samples >= vocab_size)

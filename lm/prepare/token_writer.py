@@ -20,11 +20,11 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.encoder import TokenChunk
 from lm.data.tokenizer import TOKENIZER_FILES
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
 from lm.errors import RunError
 from lm.fileio import crc32c, sync, sync_directory, write_durably
-from lm.prepare.readers import TokenChunk
 
 DRAFTS = ".drafts"
 """Directory of files that are being written."""

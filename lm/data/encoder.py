@@ -1,0 +1,144 @@
+"""Encoding of documents by threads: the `tokenizers` library releases Python's global lock."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
+from lm.errors import error_prefix
+
+CHUNK_SIZE = 1 << 18
+"""Characters after which a chunk is encoded; the library takes 120 bytes for each."""
+CHUNKS_PER_THREAD = 3
+"""Chunks that are encoded or wait to be written, for each thread."""
+
+
+@dataclass(slots=True)
+class Document:
+    """The text of a document, or a part of it."""
+
+    text: str
+    size: int
+    """bytes of input"""
+    place: str
+    """in errors"""
+    held_out: bool = False
+    is_start: bool = True
+    is_end: bool = True
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """Tokens of documents of one split."""
+
+    ids: NDArray[np.integer[Any]]
+    ends: NDArray[np.int64]
+    """the position in `ids` after the last token of each document; the last document may continue
+    in the next chunk"""
+    held_out: bool
+    size: int
+    """bytes of input"""
+    has_bytes: bool = True
+    """whether the ids tell how many bytes of text they are"""
+
+
+@dataclass
+class _TextChunk:
+    held_out: bool
+    parts: list[Document] = field(default_factory=list)
+    n_characters: int = 0
+
+
+def encode_in_threads(
+    documents: Iterable[Document], tokenizer: Tokenizer, n_threads: int
+) -> Generator[TokenChunk]:
+    """Yield the tokens of `documents`, each with an end-of-text token, in order for each split."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the threads has one core
+    pool = ThreadPoolExecutor(n_threads)
+    pending: deque[Future[TokenChunk]] = deque()
+    try:
+        for chunk in _group_parts(documents):
+            pending.append(pool.submit(_encode_chunk, chunk, tokenizer))
+            if len(pending) > CHUNKS_PER_THREAD * n_threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def split_document(
+    document: Document, blocks: Iterable[str], tokenizer: Tokenizer
+) -> Iterator[Document]:
+    """Yield the parts of a document that are encoded one by one; the first one has its size.
+
+    Args:
+        blocks: of its text.
+    """
+    pieces = tokenizer.split(blocks)
+    piece = next(pieces, "")
+    is_start = True
+    while piece:
+        following = next(pieces, "")
+        part = replace(document, text=piece, is_start=is_start, is_end=not following)
+        if not is_start:
+            part.size = 0
+        yield part
+        is_start = False
+        piece = following
+
+
+def split_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield the parts of `documents`; see `split_document`."""
+    for document in documents:
+        yield from split_document(document, [document.text], tokenizer)
+
+
+def _group_parts(parts: Iterable[Document]) -> Iterator[_TextChunk]:
+    """Yield chunks of at least `CHUNK_SIZE` characters, and what remains at the end."""
+    chunks = {False: _TextChunk(held_out=False), True: _TextChunk(held_out=True)}
+    for part in parts:
+        chunk = chunks[part.held_out]
+        chunk.parts.append(part)
+        chunk.n_characters += len(part.text)
+        if chunk.n_characters >= CHUNK_SIZE:
+            yield chunk
+            chunks[part.held_out] = _TextChunk(part.held_out)
+    for chunk in chunks.values():
+        if chunk.parts:
+            yield chunk
+
+
+def _encode_chunk(chunk: _TextChunk, tokenizer: Tokenizer) -> TokenChunk:
+    check = ByteCheck()
+    encoded: list[NDArray[np.uint32]] = []
+    ends: list[int] = []
+    n_tokens = 0
+    for part in chunk.parts:
+        with error_prefix(part.place):
+            ids = _encode_part(part, tokenizer)
+        check.add(tokenizer, part.text, ids, is_start=part.is_start)
+        if part.is_end:
+            ids = end_text(ids, tokenizer.eos_id)
+        encoded.append(ids)
+        n_tokens += len(ids)
+        if part.is_end:
+            ends.append(n_tokens)
+    ids = np.concatenate(encoded)
+    size = sum(part.size for part in chunk.parts)
+    return TokenChunk(ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact)
+
+
+def _encode_part(part: Document, tokenizer: Tokenizer) -> NDArray[np.uint32]:
+    if not part.is_start:
+        return tokenizer.encode_piece(part.text)
+    (ids,) = tokenizer.encode_batch([part.text])
+    return ids
