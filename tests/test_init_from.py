@@ -444,11 +444,11 @@ def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     read = 0
     read_rows = tensor_files._read_rows
 
-    def count(piece: TensorSlice, first: int, last: int) -> Any:
+    def count(piece: TensorSlice, first: int, last: int, target: torch.Tensor | None) -> Any:
         nonlocal read
-        for start, values in read_rows(piece, first, last):
+        for values in read_rows(piece, first, last, target):
             read += values.nbytes
-            yield start, values
+            yield values
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_files, "_read_rows", count)

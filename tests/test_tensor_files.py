@@ -119,6 +119,22 @@ def test_read_rows_of_fused_and_transposed_tensors(tmp_path: Path) -> None:
     assert columns.equal(stored[:, 5:9].T.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_are_read_in_blocks_into_any_memory(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into the tensor itself where it is stored alike, else by way of a buffer."""
+    monkeypatch.setattr("lm.checkpoint.tensor_files.READ_BYTES", 100)
+    stored = torch.arange(210.0).view(21, 10)  # in 11 blocks of two rows
+    save_file({"values": stored}, tmp_path / "model.safetensors")
+    source = Source(read_headers([tmp_path / "model.safetensors"])["values"], start=4)
+    rows = torch.zeros(15, 10, dtype=dtype)
+    columns = torch.zeros(10, 15, dtype=dtype).T
+    for target in (rows, columns):
+        read_into(target, source)
+        assert target.equal(stored[4:19].to(dtype))
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
 def test_full_shape_needs_slices_that_cover_once(rows: list[int], data: Any) -> None:
     slices = [

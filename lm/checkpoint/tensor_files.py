@@ -36,8 +36,8 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 """safetensors' codes"""
 
 MAX_FILE_BYTES = 2 << 30
-READ_BYTES = 64 << 20
-"""Read at a time, so that memory stays near the size of the tensors."""
+READ_BYTES = 4 << 20
+"""Read at a time: what fits into the cache of a core, where it is checked and converted."""
 WRITE_BYTES = 4 << 20
 """Written, and added to the checksum, at a time."""
 SCAN_BYTES = 256 << 10
@@ -190,14 +190,27 @@ def read_into(tensor: Tensor, source: Source) -> None:
     for piece in source.slices:
         first = max(first_row, piece.start)
         end = min(end_row, piece.start + piece.n_rows)
-        for row, values in _read_rows(piece, first - piece.start, end - piece.start):
+        if first >= end:
+            continue
+        target = local[first - first_row : end - first_row]
+        is_direct = _is_stored_alike(target, piece) and not source.transposed
+        place = target if is_direct else None
+        for values in _read_rows(piece, first - piece.start, end - piece.start, place):
             if values.dtype == torch.float64:
                 values = values.to(local.dtype)  # can overflow
             _require_finite(values, piece.path)
-            at = piece.start + row - first_row
+            if is_direct:
+                continue
             if source.transposed:
                 values = values[:, columns]
-            local[at : at + len(values)].copy_(values)
+            target[: len(values)].copy_(values)
+            target = target[len(values) :]
+
+
+def _is_stored_alike(target: Tensor, piece: TensorSlice) -> bool:
+    """Return whether `target` holds its values in memory as a file holds those of `piece`."""
+    is_on_host = target.device.type == "cpu"
+    return is_on_host and target.dtype == torch_dtype(piece) and target.is_contiguous()
 
 
 def _require_finite(values: Tensor, path: Path) -> None:
@@ -215,21 +228,30 @@ def _is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
-def _read_rows(piece: TensorSlice, first: int, end: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield rows `first` to `end` (exclusive) of `piece` in blocks, each with its first row."""
-    if first >= end:
-        return
-    rows_per_block = max(1, READ_BYTES // max(1, piece.row_bytes))
+def _read_rows(
+    piece: TensorSlice, first: int, end: int, target: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Yield rows `first` to `end` (exclusive) of `piece` in blocks, each until the next one.
+
+    Args:
+        target: rows that they are read into, of the same dtype and contiguous; None = a buffer.
+    """
+    n_per_block = max(1, READ_BYTES // max(1, piece.row_bytes))
+    rows = target
+    if rows is None:
+        shape = (min(n_per_block, end - first), *piece.shape[1:])
+        rows = torch.empty(shape, dtype=torch_dtype(piece))
     try:
         with open(piece.path, "rb", opener=open_regular) as file:
-            for start in range(first, end, rows_per_block):
-                n_rows = min(rows_per_block, end - start)
-                buffer = bytearray(n_rows * piece.row_bytes)
+            for start in range(first, end, n_per_block):
+                n_rows = min(n_per_block, end - start)
+                at = 0 if target is None else start - first
+                values = rows[at : at + n_rows]
+                content = values.reshape(-1).view(torch.uint8).numpy().data
                 offset = piece.begin + start * piece.row_bytes
-                if os.preadv(file.fileno(), [buffer], offset) < len(buffer):
-                    raise CheckpointError(f"{piece.path}: ends before byte {offset + len(buffer)}")
-                values = torch.frombuffer(buffer, dtype=torch_dtype(piece))
-                yield start, values.view(n_rows, *piece.shape[1:])
+                if os.preadv(file.fileno(), [content], offset) < len(content):
+                    raise CheckpointError(f"{piece.path}: ends before byte {offset + len(content)}")
+                yield values
     except OSError as error:
         raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
 
