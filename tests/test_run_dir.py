@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -344,7 +345,16 @@ def test_mount_writable_by_all_is_one_warning(
 def test_run_dir_that_cannot_be_created_is_named(in_the_way: str) -> None:
     Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
     Path(in_the_way).write_text("")
-    with pytest.raises(ConfigError, match=f"^runs/x: .*File exists.* {Path('runs').absolute()} "):
+    expected = f"^runs/x: .*{in_the_way}: File exists.* {Path('runs').absolute()} rename"
+    with pytest.raises(ConfigError, match=expected):
+        in_world(RunDir("x").lock)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_lock_that_is_no_file_is_named(make: Callable[[Path], None]) -> None:
+    Path("runs/x").mkdir(parents=True)
+    make(Path("runs/x/lock"))
+    with pytest.raises(ConfigError, match=r"^runs/x: .*\(\S*runs/x/lock: .*\); .* rename"):
         in_world(RunDir("x").lock)
 
 

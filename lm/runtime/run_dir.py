@@ -72,6 +72,8 @@ _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{,199}"
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 """of `flock`, where the file system does not implement it"""
+_NOT_OURS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
+"""where a file has the name of a directory, or the other way around, or a FIFO"""
 _locks: dict[Path, tuple[FileLock | Lease, str]] = {}
 """of this process, by absolute path, and what it has written to the files
 
@@ -133,10 +135,13 @@ class RunDir:
                 make_directory(path)
             holder = lock_file(self._lock)
         except OSError as error:
-            raise ConfigError(
-                f"{self.path}: cannot be created and locked ({error.strerror}); make"
-                f" {RUNS.absolute()} writable for this user, or start in another directory"
-            ) from None
+            remedy = f"make {RUNS.absolute()} writable for this user"
+            cause = error.strerror
+            if error.errno in _NOT_OURS:
+                cause = f"{error.filename}: {error.strerror}"
+                remedy = f"in {RUNS.absolute()} rename what no run has written"
+            problem = f"{self.path}: cannot be created and locked ({cause})"
+            raise ConfigError(f"{problem}; {remedy}, or start in another directory") from None
         if holder is not None:
             raise in_use_error(self.path, holder)
         if (self.path / FIRST_CHECKPOINT).exists():  # the file system has shown that it can
