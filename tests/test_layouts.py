@@ -370,6 +370,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         {"messages": json.dumps(chat()), "tools": tools_as_text()},
         [("tools", tools_as_text()), *CHAT],
     ),
+    "labels-of-preferences": (
+        {"messages": chat(), "chosen_avg_rating": 5.0, "chosen_policy": "m"},
+        CHAT,
+    ),
     "calls-as-json-text": (
         {
             "messages": [

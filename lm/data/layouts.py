@@ -45,7 +45,7 @@ _PREFERENCES = (
     "preferences are learned with objective: dpo, as prompt, chosen and rejected; to learn single"
     " replies, write them as messages"
 )
-_PREFERENCE_KEY = re.compile(r"(chosen|rejected|preferred|non_preferred)_(?!score|rating|model)")
+_PREFERENCE_KEY = re.compile(r"(chosen|rejected|preferred|non_preferred)_")
 _LABELS = "labels are not trained; keep the records to be learned, without it"
 _REASONS = {
     **dict.fromkeys(("chosen", "rejected", "preference", "winner"), _PREFERENCES),
@@ -281,7 +281,7 @@ class LayoutReader:
         """Raise ConfigError if a key of a record that is not read holds content."""
         refused: list[str] = []
         for key in self._count_unread(values, placed):
-            reason = _find_reason(key)
+            reason = _find_reason(key, values[key])
             if reason is not None:
                 raise ConfigError(f"{key}: {reason}")
             if _is_content(key, values[key]) and not self._repeats(values, keys, key):
@@ -310,7 +310,7 @@ class LayoutReader:
 def _explain(record: Mapping[str, Any], text_field: str) -> str:
     """Return why a record has no layout, and what to do."""
     for key in record:
-        reason = _find_reason(key)
+        reason = _find_reason(key, record[key])
         if reason is not None and not _is_empty(record[key]):
             return f"{key}: {reason}"
     keys = [key if value is not None else f"{key} (null)" for key, value in record.items()]
@@ -324,9 +324,9 @@ def _explain(record: Mapping[str, Any], text_field: str) -> str:
     return f"{problem}; {remedy}"
 
 
-def _find_reason(key: str) -> str | None:
+def _find_reason(key: str, value: Any) -> str | None:
     """Return why records with `key` are refused; None = they are not."""
-    if _PREFERENCE_KEY.match(key):
+    if _PREFERENCE_KEY.match(key) and _is_content(key, value):
         return _PREFERENCES
     return _REASONS.get(key)
 
