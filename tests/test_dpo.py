@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lm import config
 from lm.errors import ConfigError
 from lm.hf import weights
+from lm.training import lora, parallelize
+from model import Transformer
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
 from tests.support.hyperparameters import LLAMA_STYLE, TINY, named_keys
 from tests.support.parallelism import train_each
@@ -178,6 +180,99 @@ def test_dpo_is_its_definition(name: str, sources: Sources, tmp_path: Path) -> N
     for step, expected in enumerate(defined_steps(sources, hp), start=1):
         found = {key: reports[step][key] for key in expected}
         assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), step
+
+
+# ---- TRL
+
+TRL_STEPS = 20
+TRL: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "ipo": {"dpo_loss": "ipo", "dpo_beta": 0.5},
+    "adapters": {"lora_rank": 4, "lora_alpha": 8},
+}
+
+
+def place_of(name: str) -> tuple[str, ...]:
+    """The layer, the module and the kind of a parameter, the same in PEFT's names and in ours."""
+    words = [word for word in name.split(".") if word != "default"]
+    return (*filter(str.isdigit, words), *words[-3:-1])
+
+
+def train_with_trl(sources: Sources, hp: config.Hyperparameters, folder: Path) -> list[Any]:
+    """TRL's metrics of each step, of all weights or of adapters that start as ours do."""
+    import peft
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    model = AutoModelForCausalLM.from_pretrained(sources.model)
+    adapted = None
+    if hp.lora.lora_rank is not None:
+        adapted = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=hp.lora.lora_rank,
+            lora_alpha=int(hp.lora.lora_alpha),
+            target_modules="all-linear",
+        )
+    arguments = DPOConfig(
+        output_dir=str(folder),
+        max_steps=TRL_STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=hp.optim.lr,
+        lr_scheduler_type="constant",
+        weight_decay=hp.optim.weight_decay,
+        adam_beta1=hp.optim.beta1,
+        adam_beta2=hp.optim.beta2,
+        max_grad_norm=0.0,
+        beta=hp.objective.dpo_beta,
+        loss_type=[hp.objective.dpo_loss],
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        logging_strategy="steps",
+        save_strategy="no",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(sources.model)
+    tokenizer.pad_token = tokenizer.eos_token
+    trainer = DPOTrainer(
+        model,
+        args=arguments,
+        train_dataset=Dataset.from_list(sources.lines()),
+        processing_class=tokenizer,
+        peft_config=adapted,
+    )
+    if adapted is not None:
+        initial = lora.add_adapters(Transformer(hp.model), hp.lora, None)
+        parallelize.initialize_parameters(initial, hp.run.seed or 0)
+        ours = {place_of(name): tensor for name, tensor in initial.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if ".lora_" in name:
+                    parameter.copy_(ours[place_of(name)])
+    trainer.train()
+    return [line for line in trainer.state.log_history if "rewards/chosen" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRL)
+def test_dpo_trains_as_trl(name: str, sources: Sources, tmp_path: Path) -> None:
+    changes = {"max_steps": TRL_STEPS, "validation_rate": TRL_STEPS, "lr": 1e-3}
+    settings = sources.settings(**changes, **TRL[name])
+    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    run_fsdp(tmp_path, config=settings, code=0)
+    reports = read_reports(tmp_path)
+    expected = train_with_trl(sources, hp, tmp_path / "trl")
+    assert len(expected) == TRL_STEPS
+    for step, line in enumerate(expected, start=1):
+        found = [reports[step][key] for key in ("loss", "reward_chosen", "reward_rejected")]
+        theirs = [float(line[key]) for key in ("loss", "rewards/chosen", "rewards/rejected")]
+        assert found == pytest.approx(theirs, rel=1e-5, abs=3e-6), step
 
 
 # ---- parallelism, accumulation and packing
