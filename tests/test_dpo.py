@@ -15,8 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm import config
+from lm.data.run_data import open_data
+from lm.determined.search import Searcher
 from lm.errors import ConfigError
 from lm.hf import weights
+from lm.inputs import check_searcher
+from lm.memory import Ranks
+from lm.metrics.device import GIB
+from lm.plan.step import device_bytes, find_peak, measure_step
 from lm.training import lora, parallelize
 from model import Transformer
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
@@ -177,9 +183,9 @@ def test_dpo_is_its_definition(name: str, sources: Sources, tmp_path: Path) -> N
     hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
     run_fsdp(tmp_path, config=settings, code=0)
     reports = read_reports(tmp_path)
-    for step, expected in enumerate(defined_steps(sources, hp), start=1):
-        found = {key: reports[step][key] for key in expected}
-        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), step
+    for number, expected in enumerate(defined_steps(sources, hp), start=1):
+        found = {key: reports[number][key] for key in expected}
+        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), number
 
 
 # ---- TRL
@@ -251,7 +257,7 @@ def train_with_trl(sources: Sources, hp: config.Hyperparameters, folder: Path) -
         parallelize.initialize_parameters(initial, hp.run.seed or 0)
         ours = {place_of(name): tensor for name, tensor in initial.named_parameters()}
         with torch.no_grad():
-            for name, parameter in trainer.model.named_parameters():
+            for name, parameter in model.named_parameters():
                 if ".lora_" in name:
                     parameter.copy_(ours[place_of(name)])
     trainer.train()
@@ -472,6 +478,45 @@ def test_a_random_model_learns_which_reply_is_preferred(tmp_path: Path) -> None:
     assert last["reward_accuracy"] > 0.95
     assert last["reward_margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"])
     assert "perplexity" not in last
+
+
+# ---- plans and searches
+
+
+def test_a_step_takes_the_memory_of_fine_tuning_on_as_many_tokens() -> None:
+    shape = {"model": "llama3.2-1b", "n_layers": 4, "max_seq_len": 2048, "batch_size": 2}
+    ranks = Ranks(torch.bfloat16, "cuda", size=2, per_node=2, memory=80 * GIB)
+    peaks: list[int] = []
+    for changes in ({}, {"objective": "dpo", "init_from": "x"}):
+        values = shape | {"dataset": "jsonl", "vocab_size": 128256} | changes
+        hp = config.read_hyperparameters({"hyperparameters": values}, [], "test")
+        phases = measure_step(hp, ranks)
+        peaks.append(device_bytes(phases[find_peak(phases)]))
+    fine_tuning, dpo = peaks
+    assert dpo == pytest.approx(fine_tuning, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("metric", "smaller"),
+    [("reward_accuracy", False), ("reward_margin_b", False), ("loss_a", True)],
+)
+def test_a_search_compares_metrics_of_preferences(
+    metric: str, smaller: bool, sources: Sources
+) -> None:
+    settings = sources.settings(val_data={"a": str(sources.pairs), "b": str(sources.pairs)})
+    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, 4, 7, pairs=True)
+    for smaller_is_better in (False, True):
+        experiment = {"name": "random", "metric": metric, "smaller_is_better": smaller_is_better}
+        searcher = Searcher.from_config({"searcher": experiment}, STEPS, STEPS)
+        if smaller_is_better == smaller:
+            check_searcher(searcher, hp.tasks, data)
+        else:
+            with pytest.raises(ConfigError, match="smaller_is_better"):
+                check_searcher(searcher, hp.tasks, data)
+    perplexity = Searcher.from_config({"searcher": experiment | {"metric": "perplexity"}}, 5, 5)
+    with pytest.raises(ConfigError, match=r"searcher\.metric"):
+        check_searcher(perplexity, hp.tasks, data)
 
 
 # ---- bad input
