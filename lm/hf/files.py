@@ -1,0 +1,117 @@
+"""Files of a Hugging Face model: found, read up to limits, their tensors listed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lm.checkpoint.headers import TensorSlice, read_headers
+from lm.data import tokenizer
+from lm.errors import ConfigError, oserror_as_config_error
+from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
+
+CONFIG_FILE = tokenizer.MODEL_CONFIG
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS_FILE = "model.safetensors"
+WEIGHT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Those in which weights are exported, by name."""
+READ_DTYPES = (*WEIGHT_DTYPES, "float64")
+
+
+@oserror_as_config_error
+def find_slices(directory: Path) -> dict[str, list[TensorSlice]]:
+    """Return where the tensors of the Hugging Face model in `directory` are, by name.
+
+    Raises:
+        ConfigError: see `list_weight_files`; or a file is missing.
+        RunError: a file is damaged.
+    """
+    paths = list_weight_files(directory)
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path}: missing; download the directory again")
+    # The Hub's cache consists of links, of which several can be to the same file.
+    return read_headers({follow_links(path): None for path in paths})
+
+
+def list_weight_files(directory: Path) -> list[Path]:
+    """Return the paths of the weights of the Hugging Face model in `directory`.
+
+    Raises:
+        ConfigError: it has no safetensors files, or two sets of them, or its index is damaged.
+    """
+    index = directory / SAFETENSORS_INDEX
+    single = directory / SAFETENSORS_FILE
+    if index.is_file():
+        weight_map = read_object(index).get("weight_map")
+        names: list[str] = []
+        if isinstance(weight_map, dict):
+            names = sorted(set(map(str, weight_map.values())))
+        is_outside = any(name != Path(name).name or name in ("", "..") for name in names)
+        if not names or is_outside:
+            raise ConfigError(f"{index}: weight_map must contain file names in this directory")
+        shards = [directory / name for name in names]
+        if single in shards or not single.is_file():
+            return shards
+        if all(path.is_file() for path in shards):
+            problem = f"has two sets of weights, {SAFETENSORS_FILE} and those of {index.name}"
+            raise ConfigError(f"{directory}: {problem}; move one of them to another directory")
+    if single.is_file():
+        return [single]
+    found = "neither exists"
+    pickles = [*directory.glob("*.bin"), *directory.glob("*.pth")]
+    if pickles:
+        found = f"{pickles[0].name} is a pickle, which can execute code, and is not read"
+    raise ConfigError(
+        f"{directory}: needs {SAFETENSORS_FILE} or {SAFETENSORS_INDEX}; {found}. To convert, load"
+        " it with transformers and save_pretrained(DIRECTORY, safe_serialization=True)"
+    )
+
+
+def follow_links(path: Path) -> Path:
+    """Return where the links at `path` lead; to open a link to itself is an OSError."""
+    return Path(os.path.realpath(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`."""
+    try:
+        content = parse_json(read_bytes(follow_links(path), MAX_JSON_BYTES))
+    except FileNotFoundError as error:
+        problem = f"{error.strerror}; a model directory needs one"
+    except OSError as error:
+        problem = str(error.strerror)
+    except ValueError as error:
+        problem = f"invalid JSON: {error}"
+    else:
+        if isinstance(content, dict):
+            return content
+        problem = "not a JSON object"
+    raise ConfigError(f"{path}: {problem}")
+
+
+def refuse_quantized(raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the weights of the model are quantized."""
+    for part in (raw, raw.get("text_config")):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(part, dict) and part.get(key):
+                _refuse_quantization(key, part[key])
+
+
+def _refuse_quantization(key: str, value: Any) -> None:
+    method = ""
+    if isinstance(value, dict):
+        method = f" ({value.get('quant_method')} here)"
+    raise ConfigError(
+        f"{key}: quantized models{method} are not supported; use the original model"
+        " in 16 bits, of which a run can quantize the weights (lora_rank with base_dtype: nf4), or"
+        " load this one with transformers, dequantize() and save_pretrained() it"
+    )

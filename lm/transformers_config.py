@@ -1,0 +1,81 @@
+"""A language model of transformers, as a run and its checkpoints describe it, without PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from lm.fields import Config, Fixed, Logged
+from lm.model_config import ModelConfig, VocabSize
+
+
+class Examined(BaseModel, frozen=True, extra="forbid"):
+    """What an examination has found to hold of a class, in its version, on its machine."""
+
+    hidden_states: bool
+    """Its logits are the product of its last hidden states and the output matrix."""
+    packing: bool
+    """Documents in one row, told apart by their positions, are computed as each alone."""
+    cache: bool
+    """Its cache gives the logits of complete sequences."""
+    recomputation: bool
+    """Layers that are recomputed in backward give the same gradients."""
+    lora: bool
+    """Adapters that are merged compute what they did."""
+    untrained: list[str] = []
+    """parameters that get no gradient, with "*" for the numbers of layers"""
+
+
+class LinearLayers(BaseModel, frozen=True, extra="forbid"):
+    """Linear layers of the blocks that have one name and one shape."""
+
+    kind: str
+    """the last part of their names, e.g. "q_proj\""""
+    out: int = Field(gt=0)
+    inner: int = Field(gt=0)
+    count: int = Field(gt=0)
+
+
+class TransformersConfig(Config, frozen=True):
+    """A language model of transformers: the config of its class, and what was found out of it."""
+
+    transformers_config: Fixed[dict[str, Any]] = Field(
+        description="the config of the language model, complete"
+    )
+    examined: Logged[Examined]
+    vocab_size: Fixed[VocabSize]
+    max_seq_len: Fixed[int] = Field(gt=0, le=2**24)
+    n_parameters: Fixed[int] = Field(gt=0)
+    n_used_weights: Fixed[int] = Field(
+        ge=0, description="weights that a token is multiplied by; of experts, those that it uses"
+    )
+    linear_layers: Fixed[list[LinearLayers]] = Field(description="of the blocks")
+
+    @property
+    def model_type(self) -> str:
+        """The name of the class in transformers, e.g. "lfm2"."""
+        return str(self.transformers_config.get("model_type"))
+
+    def structure(self) -> dict[str, Any]:
+        """Return what weights depend on: the keys of the class's own config."""
+        return self.transformers_config | {"vocab_size": self.vocab_size}
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs per token of forward and backward: six per weight that a token uses.
+
+        What is no product with a weight, e.g. attention's with keys, is not counted, so it is the
+        same for every `seq_len`.
+        """
+        del seq_len
+        return 6.0 * self.n_used_weights
+
+
+AnyModelConfig = ModelConfig | TransformersConfig
+
+
+def model_config(values: dict[str, Any]) -> AnyModelConfig:
+    """Return the config of a model from the values of its keys."""
+    if "transformers_config" in values:
+        return TransformersConfig.model_validate(values)
+    return ModelConfig.model_validate(values)

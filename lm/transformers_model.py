@@ -1,0 +1,513 @@
+"""Models of transformers, behind the interface of model.py's `Transformer`.
+
+The modeling code is that of transformers: a class is built from its config and called, never
+changed. What this package promises of a model, e.g. that packed samples do not see each other, is
+asked of each class by an examination (lm/hf/examine.py), whose answers, `Examined`, decide how it
+is called here.
+
+Reading order: `TransformersConfig`, `TransformersModel.forward`, then `build_network`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.errors import ConfigError
+from lm.launch.requirements import requires
+from lm.transformers_config import AnyModelConfig, LinearLayers, TransformersConfig
+from model import (
+    IGNORE_INDEX,
+    ChunkedLoss,
+    Transformer,
+    find_document_starts,
+    score_logits,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NETWORK = "network"
+"""How the names of all parameters start."""
+
+
+class TransformersCache:
+    """What a model keeps of the tokens processed so far, for generation."""
+
+    def __init__(self, layers: Any) -> None:
+        self.length = 0
+        self.layers = layers
+        """transformers' cache; None = the class has none that is right: all tokens are read again
+        at each step"""
+        self.tokens: Tensor | None = None
+        """`(B, length)`, of which a model without a cache reads all again"""
+
+
+class TransformersModel(nn.Module):
+    """A causal language model of transformers."""
+
+    def __init__(self, config: TransformersConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.network = build_network(read_config(config.transformers_config))
+        self.blocks = find_blocks(self.network)
+        self.loss = ChunkedLoss()
+        self._accepted = inspect.signature(self.network.forward).parameters.keys()
+        self._ties = _find_ties(self.network)
+        for name, parameter in self.network.named_parameters():
+            if without_numbers(name) in config.examined.untrained:
+                parameter.requires_grad_(False)
+        if config.examined.hidden_states:
+            # FSDP gathers the matrix for a call of its module, in which the loss is computed, too.
+            self.head.forward = self._apply_head
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embeddings."""
+        return self.network.get_input_embeddings()
+
+    @property
+    def head(self) -> nn.Module:
+        """The output matrix, or if the class has none, the class."""
+        output = self.network.get_output_embeddings()
+        if output is None:
+            return self.network
+        return output
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: TransformersCache | None = None,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, the scores of targets, the next token's logits, or all logits.
+
+        Args and Returns: see `Transformer.forward`; `position_ids` and `mask` must be None.
+
+        Raises:
+            ValueError: the tokens, with those cached, are longer than `max_seq_len`.
+        """
+        assert position_ids is None
+        assert mask is None
+        end = tokens.shape[1]
+        if cache is not None:
+            end += cache.length
+        if end > self.config.max_seq_len:
+            raise ValueError(f"max_seq_len: {end} tokens exceed {self.config.max_seq_len}")
+        if cache is not None:
+            return self._next_logits(tokens, cache)
+        options = self._options_for(document_ids)
+        if targets is not None and self.config.examined.hidden_states:
+            x = self._base(tokens, **options).last_hidden_state  # B T D
+            return self.head(x, targets, queries)
+        logits = self.network(input_ids=tokens, **options).logits
+        if targets is None:
+            return logits
+        if queries is not None:
+            return score_logits(logits.flatten(0, 1)[queries], targets)
+        flat = logits.flatten(0, 1).float()
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def _base(self, tokens: Tensor, **options: Any) -> Any:
+        """Return what the network computes below its head."""
+        return self.network.base_model(input_ids=tokens, **options)
+
+    def _options_for(self, document_ids: Tensor | None) -> dict[str, Any]:
+        """Return the arguments of the network for complete sequences."""
+        options: dict[str, Any] = {}
+        if "use_cache" in self._accepted:
+            options["use_cache"] = False
+        if document_ids is not None and "position_ids" in self._accepted:
+            indices = torch.arange(document_ids.shape[1], device=document_ids.device)
+            options["position_ids"] = indices - find_document_starts(document_ids, indices)
+        return options
+
+    def _apply_head(
+        self, x: Tensor, targets: Tensor | None = None, queries: Tensor | None = None
+    ) -> Tensor:
+        """Replace the head's `forward`: return logits, the loss or scores of targets."""
+        head = cast(nn.Linear, self.head)
+        if targets is None:
+            return F.linear(x, head.weight, head.bias)
+        if queries is not None:
+            x = x.flatten(0, 1)[queries]
+            return self.loss.score(x, head.weight, targets, self.training)
+        return self.loss.sum_losses(x.flatten(0, 1), head.weight, targets.flatten())
+
+    def new_cache(self, capacity: int) -> TransformersCache:
+        """Return an empty cache. It grows, whatever its `capacity` will be."""
+        del capacity
+        if not self.config.examined.cache:
+            return TransformersCache(None)
+        from transformers import DynamicCache
+
+        return TransformersCache(DynamicCache(config=self.network.config))
+
+    def _next_logits(self, tokens: Tensor, cache: TransformersCache) -> Tensor:
+        """Return the logits after the last token, `(B, V)`, and extend `cache`."""
+        cache.length += tokens.shape[1]
+        options: dict[str, Any] = {"past_key_values": cache.layers, "use_cache": True}
+        if cache.layers is None:
+            if cache.tokens is not None:
+                tokens = torch.cat([cache.tokens, tokens], dim=1)
+            cache.tokens = tokens
+            options = self._options_for(None)
+        if "logits_to_keep" in self._accepted:
+            options["logits_to_keep"] = 1
+        return self.network(input_ids=tokens, **options).logits[:, -1]
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """Return the modules to shard separately, in forward order; the root holds the rest.
+
+        Parameters that several of them share belong to the root.
+        """
+        in_blocks = {module for block in self.blocks for module in block.modules()}
+        outside = [module for module in self.network.modules() if module not in in_blocks]
+        embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
+        candidates = [*embeddings, *self.blocks]
+        if self.head is not self.network and self.head not in in_blocks:
+            candidates.append(self.head)
+        n_owners = Counter(p for module in candidates for p in module.parameters())
+
+        def shares_nothing(module: nn.Module) -> bool:
+            return all(n_owners[parameter] == 1 for parameter in module.parameters())
+
+        return [module for module in candidates if shares_nothing(module)]
+
+    def float32_modules(self, dtype: torch.dtype | None) -> list[nn.Module]:
+        """Return the modules with parameters that transformers keeps in float32.
+
+        Args:
+            dtype: of compute.
+        """
+        names = _find_kept_in_float32(self.network, dtype)
+        modules: list[nn.Module] = []
+        for path, module in self.network.named_modules():
+            own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            if any(name in names for name in own):
+                modules.append(module)
+        return modules
+
+    def to_empty(
+        self, *, device: torch.device | str | int | None, recurse: bool = True
+    ) -> TransformersModel:
+        """Allocate the parameters, see `nn.Module`. Buffers keep their values, tied weights one."""
+        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        super().to_empty(device=device, recurse=recurse)
+        for name, buffer in self.named_buffers():
+            buffer.copy_(buffers[name])
+        for target, source in self._ties:
+            setattr(target.module, target.name, getattr(source.module, source.name))
+        return self
+
+
+AnyModel = Transformer | TransformersModel
+
+
+def new_model(config: AnyModelConfig) -> AnyModel:
+    """Return a model on the current default device; of transformers, on the meta device."""
+    if isinstance(config, TransformersConfig):
+        return TransformersModel(config)
+    return Transformer(config)
+
+
+# ---- classes of transformers
+
+
+def read_config(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the config of transformers with the `values` of a config.json.
+
+    Raises:
+        ConfigError: transformers is missing, does not know the model, or refuses a value.
+    """
+    transformers = _import_transformers()
+    classes = transformers.CONFIG_MAPPING
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in classes:
+        raise ConfigError(f"model_type: {_explain_unknown(values)}")
+    with quiet(), one_line_errors(str(model_type)):
+        decode = transformers.PreTrainedConfig._decode_special_floats
+        return classes[model_type].from_dict(decode(copy.deepcopy(dict(values))))
+
+
+def text_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the complete values of the language model in a config.json with `values`.
+
+    Raises:
+        ConfigError: see `read_config` and `language_model_of`.
+    """
+    config = language_model_of(read_config(values))
+    complete = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in complete.items() if key not in _NOT_OF_THE_MODEL}
+
+
+def language_model_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the language model that a model is, or contains next to e.g. vision.
+
+    Raises:
+        ConfigError: there is none without an encoder.
+    """
+    outer = f"model_type: {config.model_type!r}"
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{outer}: encodes its input by another network; use a decoder-only model"
+        )
+    with one_line_errors(outer):
+        text = copy.deepcopy(config.get_text_config(decoder=True))
+        if text.model_type != config.model_type:
+            text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    if type(text) not in _import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
+        problem = f"transformers has no causal language model for {text.model_type}"
+        raise ConfigError(f"model_type: {problem}")
+    return text
+
+
+_NOT_OF_THE_MODEL = (
+    "_name_or_path",
+    "_attn_implementation",
+    "_experts_implementation",
+    "architectures",
+    "attn_implementation",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+)
+"""Keys of config.json that change nothing of what a model computes."""
+
+
+def _import_transformers() -> Any:
+    logging.disable(logging.WARNING)  # torchao, which it imports, logs what a CPU does not have
+    try:
+        import transformers
+
+        return transformers
+    except ImportError:
+        problem = requires("transformers -c constraints.txt")
+        raise ConfigError(f"init_from: a model of transformers {problem}") from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _explain_unknown(values: Mapping[str, Any]) -> str:
+    """Return why transformers does not know the model of a config.json."""
+    installed = _import_transformers().__version__
+    problem = f"{values.get('model_type')!r} is unknown to transformers {installed}"
+    if "auto_map" in values:
+        problem += "; its own code (trust_remote_code) is never run"
+    made_with = values.get("transformers_version")
+    if isinstance(made_with, str) and made_with[:20] != installed:
+        problem += f"; config.json was written by transformers {made_with[:20]}"
+    return problem
+
+
+@contextmanager
+def one_line_errors(prefix: str) -> Iterator[None]:
+    """Raise a ConfigError for what transformers refuses, by exceptions of any type."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{prefix}: transformers refuses it: {one_line(error)}") from None
+
+
+def one_line(error: Exception) -> str:
+    """Return what an exception of transformers says, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers log errors only, and warn of nothing."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def build_network(config: PreTrainedConfig, *, on_meta: bool = True) -> PreTrainedModel:
+    """Return the causal language model of `config`.
+
+    Args:
+        on_meta: have its parameters on the meta device. Its buffers have values in any case, e.g.
+            rotary frequencies, as its class computes them.
+    """
+    place = _parameters_on_meta() if on_meta else nullcontext()
+    auto = _import_transformers().AutoModelForCausalLM
+    with place, torch.device("cpu"), quiet(), one_line_errors(config.model_type):
+        return auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when its module gets it."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def find_blocks(network: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a network in forward order: what transformers never splits.
+
+    Of a class that does not say it, the members of its lists of modules.
+    """
+    names = set(network._no_split_modules or ())
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
+    members = {member for modules in lists for member in modules}
+
+    def is_block(module: nn.Module) -> bool:
+        if names:
+            return type(module).__name__ in names
+        return module in members
+
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in network.modules():
+        if module not in inside and is_block(module) and any(True for _ in module.parameters()):
+            blocks.append(module)
+            inside.update(module.modules())
+    return blocks
+
+
+def without_numbers(name: str) -> str:
+    """Return the name of a parameter with the numbers of layers as "*"."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+class _Owner(NamedTuple):
+    """Where a parameter is: a module's attribute."""
+
+    module: nn.Module
+    name: str
+
+
+def _find_ties(network: nn.Module) -> list[tuple[_Owner, _Owner]]:
+    """Return the places of each parameter that has several: another one, and the first."""
+    first: dict[nn.Parameter, _Owner] = {}
+    ties: list[tuple[_Owner, _Owner]] = []
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owner = _Owner(module, name)
+            if parameter in first:
+                ties.append((owner, first[parameter]))
+            else:
+                first[parameter] = owner
+    return ties
+
+
+def _find_kept_in_float32(network: PreTrainedModel, dtype: torch.dtype | None) -> set[str]:
+    """Return the names of the parameters that are computed with in float32 in any case."""
+    if dtype is None:
+        return set()
+    patterns = list(network._get_dtype_plan(dtype))
+    if not patterns:
+        return set()
+    from transformers.core_model_loading import build_glob_alternation
+
+    expression, _, _ = build_glob_alternation(patterns)
+    return {name for name, _ in network.named_parameters() if expression.search(name)}
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model that `TransformersConfig` holds."""
+
+    n_parameters: int
+    n_used_weights: int
+    linear_layers: list[LinearLayers]
+
+
+def measure_sizes(network: PreTrainedModel) -> Sizes:
+    """Return the sizes of a network."""
+    share = _share_of_experts(network.config)
+    looked_up: set[nn.Parameter] = set()
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            looked_up.add(cast(nn.Parameter, module.weight))
+    head = network.get_output_embeddings()
+    if head is not None:
+        looked_up.discard(cast(nn.Parameter, head.weight))  # also a factor, if it is tied
+    n_used = 0
+    for parameter in network.parameters():
+        if parameter in looked_up or parameter.ndim < 2:
+            continue
+        if parameter.ndim == 3 and len(parameter) == share.n_experts:
+            n_used += parameter.numel() * share.n_used // share.n_experts
+        else:
+            n_used += parameter.numel()
+    counts = Counter(
+        (name.rpartition(".")[2], *shape) for name, shape in find_linear_layers(network).items()
+    )
+    layers = [
+        LinearLayers(kind=kind, out=out, inner=inner, count=count)
+        for (kind, out, inner), count in counts.items()
+    ]
+    return Sizes(sum(p.numel() for p in network.parameters()), n_used, layers)
+
+
+@functools.lru_cache(maxsize=4)
+def _name_linear_layers(config_json: str) -> dict[str, tuple[int, int]]:
+    return find_linear_layers(build_network(read_config(json.loads(config_json))))
+
+
+def name_linear_layers(config: TransformersConfig) -> dict[str, tuple[int, int]]:
+    """Return `(out, in)` of the linear layers of the blocks of a model, by name in its network."""
+    return _name_linear_layers(json.dumps(config.transformers_config))
+
+
+def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return `(out, in)` of the linear layers of the blocks of a network, by name."""
+    names = {module: name for name, module in network.named_modules()}
+    shapes: dict[str, tuple[int, int]] = {}
+    for block in find_blocks(network):
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                shapes[names[module]] = (module.out_features, module.in_features)
+    return shapes
+
+
+class _Experts(NamedTuple):
+    n_experts: int
+    n_used: int
+    """by a token"""
+
+
+def _share_of_experts(config: PreTrainedConfig) -> _Experts:
+    """Return how many experts each layer has, and each token uses; 0 if there are none."""
+    for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        n_experts = getattr(config, key, None)
+        if isinstance(n_experts, int) and n_experts > 0:
+            for used_key in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"):
+                n_used = getattr(config, used_key, None)
+                if isinstance(n_used, int):
+                    return _Experts(n_experts, n_used)
+            return _Experts(n_experts, n_experts)
+    return _Experts(0, 0)

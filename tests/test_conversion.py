@@ -1,0 +1,484 @@
+"""Any causal model of transformers is read and written as transformers does, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lm.errors import ConfigError, RunError
+from lm.hf.conversion import Conversion, open_conversion
+from lm.hf.export_directory import export_directory
+from lm.runtime.world import World
+from lm.training.parallelize import MeshShape
+from lm.transformers_model import build_network
+from tests.support.hf import LLAMA
+from tests.support.ranks import run_ranks
+
+QWEN3_MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+HRM = LLAMA | {"model_type": "hrm_text", "num_key_value_heads": 4, "head_dim": 8}
+DEEPSEEK_V3 = LLAMA | {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "image_size": 16,
+    "patch_size": 8,
+}
+GEMMA3_TEXT = LLAMA | {
+    "model_type": "gemma3_text",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "text_config": GEMMA3_TEXT,
+    "vision_config": VISION | {"model_type": "siglip_vision_model"},
+    "mm_tokens_per_image": 4,
+}
+QWEN3_5_MOE = {
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN3_MOE
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+    },
+}
+MINISTRAL3 = LLAMA | {
+    "model_type": "ministral3",
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MISTRAL3 = {
+    "model_type": "mistral3",
+    "tie_word_embeddings": True,  # which decides, not the text model's
+    "text_config": MINISTRAL3,
+    "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+}
+CAUSAL = {"llama": LLAMA, "experts": QWEN3_MOE, "fused": HRM, "latent": DEEPSEEK_V3}
+WRAPPERS = {"gemma3": GEMMA3, "qwen3.5 experts": QWEN3_5_MOE, "mistral3, tied": MISTRAL3}
+KINDS = CAUSAL | WRAPPERS
+
+
+def make_model(raw: Mapping[str, Any]) -> Any:
+    """A model of a config, with random weights that all differ."""
+    fields = dict(raw)
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kind = transformers.AutoModelForCausalLM
+    if "vision_config" in raw:
+        kind = transformers.AutoModelForImageTextToText
+    torch.manual_seed(0)
+    model = kind.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(0.1 * torch.randn(tensor.shape))
+    return model.eval()
+
+
+def save_model(raw: Mapping[str, Any], directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Save the model of a config in several files, with files that only its users know."""
+    model = make_model(raw).to(dtype)
+    model.save_pretrained(directory, max_shard_size="60KB")
+    (directory / "preprocessor_config.json").write_text('{"size":  16}')
+    (directory / "chat_template.jinja").write_text("{{ messages }}\n")
+    (directory / "assets").mkdir()
+    (directory / "assets" / "tokens.model").write_bytes(bytes(range(256)))
+    return model
+
+
+def text_logits(model: Any) -> Tensor:
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        return model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+
+
+def read_network(conversion: Conversion) -> Any:
+    """The network of `conversion`, in which what is not read is NaN."""
+    network = build_network(conversion.text_config, on_meta=False).eval()
+    with torch.no_grad():
+        for tensor in network.state_dict().values():
+            tensor.fill_(torch.nan)
+    conversion.read(network)
+    return network
+
+
+def get_from(network: nn.Module) -> Callable[[str], Tensor]:
+    return network.state_dict().__getitem__
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_read_equals_transformers_and_export_equals_the_source(kind: str, tmp_path: Path) -> None:
+    model = save_model(KINDS[kind], tmp_path / "source")
+    conversion = open_conversion(tmp_path / "source")
+    network = read_network(conversion)
+    torch.testing.assert_close(text_logits(network), text_logits(model), rtol=0, atol=0)
+    export_directory(conversion, get_from(network), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
+
+
+def read_on_ranks(world: World, directory: Path) -> dict[str, tuple[list[int], bool]]:
+    """The local shape of each tensor, and whether it equals what one process reads."""
+    conversion = open_conversion(directory)
+    sharded = build_network(conversion.text_config)
+    fully_shard(sharded, mesh=world.device_mesh(MeshShape(1, world.size)))
+    sharded.to_empty(device="cpu")
+    conversion.read(sharded)
+    complete = read_network(conversion).state_dict()
+    found: dict[str, tuple[list[int], bool]] = {}
+    for name, tensor in sharded.state_dict().items():
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            tensor = tensor.full_tensor()
+        found[name] = (list(local.shape), tensor.equal(complete[name]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["experts", "mistral3, tied"])
+def test_ranks_read_their_shards(kind: str, tmp_path: Path) -> None:
+    save_model(KINDS[kind], tmp_path / "source", torch.bfloat16)
+    first, second = run_ranks(2, read_on_ranks, tmp_path / "source")
+    assert first.keys() == second.keys()
+    assert all(is_equal for _, is_equal in [*first.values(), *second.values()])
+    if kind == "experts":
+        experts = "model.layers.0.mlp.experts.gate_up_proj"
+        assert first[experts][0][0] == 2
+        assert second[experts][0][0] == 1
+
+
+def test_blocks_of_experts_are_read_and_written_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(QWEN3_MOE, tmp_path / "source")
+    for module in ("lm.hf.conversion", "lm.hf.export_directory"):
+        monkeypatch.setattr(f"{module}.CONVERTED_BYTES", 100)
+    conversion = open_conversion(tmp_path / "source")
+    network = read_network(conversion)
+    for name, tensor in model.state_dict().items():
+        assert network.state_dict()[name].equal(tensor), name
+    export_directory(conversion, get_from(network), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
+
+
+@pytest.mark.parametrize("kind", ["experts", "qwen3.5 experts"])
+def test_trained_weights_are_written_and_other_parts_kept(kind: str, tmp_path: Path) -> None:
+    save_model(KINDS[kind], tmp_path / "source")
+    conversion = open_conversion(tmp_path / "source")
+    network = read_network(conversion)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape))
+    export_directory(conversion, get_from(network), tmp_path / "out")
+    source = load_all(tmp_path / "source")
+    out = load_all(tmp_path / "out")
+    assert source.keys() == out.keys()
+    others = {name for name in source if source[name].equal(out[name])}
+    assert others == set(conversion.other_parts)
+    model_class = transformers.AutoModelForCausalLM
+    if conversion.other_parts:
+        model_class = transformers.AutoModelForImageTextToText
+    loading: Any = model_class.from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded, report = loading
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys"))
+    torch.testing.assert_close(text_logits(loaded), text_logits(network), rtol=0, atol=0)
+
+
+def load_all(directory: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Let `directory` have one file of weights, with `tensors`."""
+    for path in directory.glob("model*.safetensors*"):
+        path.unlink()
+    save_file(dict(tensors), directory / "model.safetensors")
+
+
+def test_other_dtype_keeps_other_parts_and_what_transformers_keeps_in_float32(
+    tmp_path: Path,
+) -> None:
+    save_model(DEEPSEEK_V3, tmp_path / "source")
+    conversion = open_conversion(tmp_path / "source")
+    network = read_network(conversion)
+    export_directory(conversion, get_from(network), tmp_path / "out", "bfloat16")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    source = load_all(tmp_path / "source")
+    for name, tensor in load_all(tmp_path / "out").items():
+        is_kept = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_kept else torch.bfloat16), name
+        assert tensor.equal(source[name].to(tensor.dtype)), name
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in load_all(tmp_path / "out").values()
+    )
+
+    save_model(GEMMA3, tmp_path / "wrapper")
+    conversion = open_conversion(tmp_path / "wrapper")
+    network = read_network(conversion)
+    export_directory(conversion, get_from(network), tmp_path / "half", "bfloat16")
+    for name, tensor in load_all(tmp_path / "half").items():
+        is_other = name in conversion.other_parts
+        assert tensor.dtype == (torch.float32 if is_other else torch.bfloat16), name
+
+
+def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
+    save_model(LLAMA, tmp_path / "source")
+    conversion = open_conversion(tmp_path / "source")
+    network = read_network(conversion)
+    with torch.no_grad():
+        network.lm_head.weight[5, 3] = 1e5
+    with pytest.raises(RunError, match=r"lm_head.weight: has values above 65504"):
+        export_directory(conversion, get_from(network), tmp_path / "out", "float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_are_replaced_and_other_formats_left_out(tmp_path: Path) -> None:
+    save_model(LLAMA, tmp_path / "source")
+    shutil.copytree(tmp_path / "source" / "assets", tmp_path / "source" / ".cache")
+    (tmp_path / "source" / "original.pth").write_bytes(b"weights")
+    conversion = open_conversion(tmp_path / "source")
+    exported = export_directory(
+        conversion,
+        get_from(read_network(conversion)),
+        tmp_path / "out",
+        files={"chat_template.jinja": b"new", "more.json": b"{}"},
+    )
+    assert [path.name for path in exported.left_out] == ["original.pth"]
+    changed = {"chat_template.jinja": b"new", "more.json": b"{}"}
+    kept = {
+        name: content
+        for name, content in contents(tmp_path / "source").items()
+        if name != "original.pth" and not name.startswith(".cache")
+    }
+    assert contents(tmp_path / "out") == kept | changed
+    with pytest.raises(ConfigError, match="already exists"):
+        export_directory(conversion, get_from(read_network(conversion)), tmp_path / "out")
+
+
+def test_read_of_the_bare_model_with_a_tied_head(tmp_path: Path) -> None:
+    raw = LLAMA | {"tie_word_embeddings": True}
+    model = make_model(raw)
+    model.model.save_pretrained(tmp_path / "bare")
+    assert "embed_tokens.weight" in load_all(tmp_path / "bare")
+    conversion = open_conversion(tmp_path / "bare")
+    network = read_network(conversion)
+    torch.testing.assert_close(text_logits(network), text_logits(model), rtol=0, atol=0)
+    export_directory(conversion, get_from(network), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "bare")
+
+
+def test_copies_of_tied_weights_must_be_equal(tmp_path: Path) -> None:
+    raw = LLAMA | {"tie_word_embeddings": True}
+    save_model(raw, tmp_path / "source")
+    tensors = load_all(tmp_path / "source")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_tensors(tmp_path / "source", tensors | {"lm_head.weight": embedding.clone()})
+    conversion = open_conversion(tmp_path / "source")
+    network = read_network(conversion)
+    export_directory(conversion, get_from(network), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
+
+    save_tensors(tmp_path / "source", tensors | {"lm_head.weight": embedding + 1})
+    conversion = open_conversion(tmp_path / "source")
+    with pytest.raises(ConfigError, match=r"ties lm_head.weight to model.embed_tokens.weight, but"):
+        read_network(conversion)
+
+    head_only = {name: value for name, value in tensors.items() if value is not embedding}
+    save_tensors(tmp_path / "source", head_only | {"lm_head.weight": embedding})
+    network = read_network(open_conversion(tmp_path / "source"))
+    assert network.model.embed_tokens.weight.equal(embedding)
+
+
+def test_unused_tensors_are_named_and_kept(tmp_path: Path) -> None:
+    save_model(QWEN3_5_MOE, tmp_path / "source")
+    tensors = load_all(tmp_path / "source")
+    tensors["mtp.fc.weight"] = torch.ones(2, 3)
+    save_tensors(tmp_path / "source", tensors)
+    conversion = open_conversion(tmp_path / "source")
+    assert "mtp.fc.weight" in [*conversion.unused, *conversion.other_parts]
+    export_directory(conversion, get_from(read_network(conversion)), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
+
+
+Change = Callable[[dict[str, Tensor]], None]
+
+
+def drop_norm(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def add_bias(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.ones(32)
+
+
+def drop_expert(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.1.up_proj.weight"]
+
+
+def cut_expert(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    tensors[name] = tensors[name][:5].contiguous()
+
+
+def widen_head(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = torch.ones(97, 32)
+
+
+def repeat_norm(tensors: dict[str, Tensor]) -> None:
+    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
+
+
+def quantize_head(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (drop_norm, r"model.norm.weight: missing"),
+        (add_bias, r"model.layers.1.self_attn.q_proj.bias: unexpected tensor"),
+        (drop_expert, r"model.layers.1.mlp.experts.0.gate_proj.weight: does not fit"),
+        (cut_expert, r"model.layers.1.mlp.experts.0.gate_proj.weight: does not fit"),
+        (widen_head, r"lm_head.weight: \[97, 32\] in the file, \[96, 32\] in config.json"),
+        (repeat_norm, r"norm.weight: becomes model.norm.weight, as does"),
+        (quantize_head, r"lm_head.weight: float8_e4m3fn is a quantized dtype"),
+    ],
+)
+def test_tensors_that_do_not_fill_the_network_once_are_refused(
+    change: Change, problem: str, tmp_path: Path
+) -> None:
+    save_model(QWEN3_MOE, tmp_path)
+    tensors = load_all(tmp_path)
+    change(tensors)
+    save_tensors(tmp_path, tensors)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        open_conversion(tmp_path)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "llama9"}, "config.json: model_type: .*llama9.* 9.1.0"),
+        ({"model_type": "own", "auto_map": {}}, "model_type: .*own.*remote_code"),
+        ({"model_type": None}, "model_type: None"),
+        ({"model_type": ["llama"]}, "model_type: "),
+        ({"model_type": "t5"}, "model_type: .*t5"),
+        ({"model_type": "vit"}, "model_type: .*vit"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: "),
+        ({"hidden_size": "wide"}, "config.json: .*hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1,000,000,000 layers, but 21 tensors"),
+    ],
+)
+def test_configs_that_cannot_be_used_are_refused(
+    changes: Mapping[str, Any], problem: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_model(LLAMA, tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text()) | {"transformers_version": "9.1.0"}
+    path.write_text(json.dumps(raw | dict(changes)))
+    capfd.readouterr()
+    with pytest.raises(ConfigError, match=problem) as caught:
+        open_conversion(tmp_path)
+    assert len(caught.value.problems) == 1
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tie_word_embeddings": None}, {"text_config": GEMMA3_TEXT | {"model_type": []}}]
+)
+def test_configs_of_wrappers_that_cannot_be_used_are_refused(
+    changes: Mapping[str, Any], tmp_path: Path
+) -> None:
+    save_model(GEMMA3, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(changes)))
+    with pytest.raises(ConfigError, match=r"config.json: .*gemma3|model_type"):
+        open_conversion(tmp_path)
+
+
+def test_unknown_architectures_are_those_of_the_config(tmp_path: Path) -> None:
+    model = save_model(GEMMA3, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [5]}))
+    network = read_network(open_conversion(tmp_path))
+    torch.testing.assert_close(text_logits(network), text_logits(model), rtol=0, atol=0)
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    save_model(LLAMA, tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=f"{shard.name}: missing"):
+        open_conversion(tmp_path)
+
+
+def test_export_of_links_writes_files(tmp_path: Path) -> None:
+    """As in the Hub's cache, which consists of links."""
+    save_model(LLAMA, tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        if path.is_file():
+            (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{path.name}")
+    conversion = open_conversion(tmp_path / "snapshot")
+    export_directory(conversion, get_from(read_network(conversion)), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "snapshot")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
