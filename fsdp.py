@@ -75,8 +75,8 @@ from lm.runtime.world import PendingFlags, World
 from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.transfer import Transfer
+from lm.transformers_model import AnyModel, new_model
 from lm.units import format_bytes
-from model import Transformer
 
 T = TypeVar("T")
 
@@ -181,9 +181,7 @@ def execute(
     return trainer.finish()
 
 
-def build_model(
-    hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | None
-) -> Transformer:
+def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | None) -> AnyModel:
     """Build the model on the meta device, shard it with FSDP2, and allocate this rank's shards.
 
     Args:
@@ -192,7 +190,7 @@ def build_model(
             The shards, which the optimizer updates, are float32.
     """
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp.model), hp.lora, amp_dtype)
+        model = lora.add_adapters(new_model(hp.model), hp.lora, amp_dtype)
     parallelize.transform_blocks(model, hp.parallel, mesh, hp.precision.float8)
     fsdp_options: dict[str, Any] = {
         "mesh": mesh,
@@ -205,6 +203,7 @@ def build_model(
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
+    parallelize.shard_in_float32(model, amp_dtype, fsdp_options)  # what transformers keeps in it
     if hp.parallel.layer_wrap:
         for unit in model.fsdp_units():  # the embedding, each block, the head
             fully_shard(unit, **fsdp_options)

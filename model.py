@@ -684,6 +684,43 @@ class TargetScores(torch.autograd.Function):
         return x_grad, weight_grad.to(weight.dtype), None, None
 
 
+class ChunkedLoss:
+    """The loss, or scores of targets, from few logits at once."""
+
+    def __init__(self) -> None:
+        self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
+        """or its compiled form"""
+        self.logits_limit: int | None = None
+        """most logits in memory at once; None = `find_logits_limit`"""
+
+    def max_rows(self, weight: Tensor) -> int:
+        """Return how many tokens' logits can be in memory at once."""
+        limit = self.logits_limit
+        if limit is None:
+            limit = find_logits_limit(weight.device)
+        return max(1, limit // len(weight))
+
+    def score(self, x: Tensor, weight: Tensor, targets: Tensor, training: bool) -> Tensor:
+        """Return the scores of targets, `(2, N)` float32; see `score_targets`."""
+        size = even_chunk_size(max(1, len(x)), self.max_rows(weight))
+        if not training:
+            size = max(1, self.max_rows(weight) // 16)  # no slower without gradients
+        return cast(Tensor, TargetScores.apply(x, weight, targets, size))
+
+    def sum_losses(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of -log p(target) in nats, a float32 scalar; see `chunk_cross_entropy`."""
+        if x.dtype == torch.float16:
+            # It cannot hold a chunk's gradients before the loss scale is applied to them.
+            logits = F.linear(x, weight).float()
+            return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        size = even_chunk_size(len(x), self.max_rows(weight))
+        needs_grad = torch.is_grad_enabled()
+        loss_sum = LinearCrossEntropy.apply(
+            x, weight, targets, size, needs_grad, self.chunk_cross_entropy
+        )
+        return cast(Tensor, loss_sum)
+
+
 class Head(nn.Module):
     """Final norm and output matrix, and the loss, so that the logits never leave this module."""
 
@@ -694,10 +731,7 @@ class Head(nn.Module):
         self.output = None
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
-        """or its compiled form"""
-        self.logits_limit: int | None = None
-        """most logits in memory at once; None = `find_logits_limit`"""
+        self.loss = ChunkedLoss()
 
     def forward(
         self,
@@ -726,35 +760,8 @@ class Head(nn.Module):
         if targets is None:
             return F.linear(x, weight)
         if queries is not None:
-            return self._score(x, weight, targets)
-        return self._loss_sum(x.flatten(0, 1), weight, targets.flatten())
-
-    def _max_rows(self, weight: Tensor) -> int:
-        """Return how many tokens' logits can be in memory at once."""
-        limit = self.logits_limit
-        if limit is None:
-            limit = find_logits_limit(weight.device)
-        return max(1, limit // len(weight))
-
-    def _score(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the scores of targets, `(2, N)` float32; see `score_targets`."""
-        size = even_chunk_size(max(1, len(x)), self._max_rows(weight))
-        if not self.training:
-            size = max(1, self._max_rows(weight) // 16)  # no slower without gradients
-        return cast(Tensor, TargetScores.apply(x, weight, targets, size))
-
-    def _loss_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of -log p(target) in nats, a float32 scalar; see `chunk_cross_entropy`."""
-        if x.dtype == torch.float16:
-            # It cannot hold a chunk's gradients before the loss scale is applied to them.
-            logits = F.linear(x, weight).float()
-            return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        size = even_chunk_size(len(x), self._max_rows(weight))
-        needs_grad = torch.is_grad_enabled()
-        loss_sum = LinearCrossEntropy.apply(
-            x, weight, targets, size, needs_grad, self.chunk_cross_entropy
-        )
-        return cast(Tensor, loss_sum)
+            return self.loss.score(x, weight, targets, self.training)
+        return self.loss.sum_losses(x.flatten(0, 1), weight, targets.flatten())
 
 
 def score_targets(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
@@ -768,12 +775,17 @@ def score_targets(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tens
     """
     scores: list[Tensor] = []
     for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
-        logits = F.linear(x_chunk, weight).float()
-        target_logits = logits.gather(-1, target_chunk[:, None]).squeeze(-1)
-        log_probs = target_logits - logits.logsumexp(dim=-1)
-        is_greedy = target_logits >= logits.amax(dim=-1)
-        scores.append(torch.stack([log_probs, is_greedy.float()]))
+        scores.append(score_logits(F.linear(x_chunk, weight), target_chunk))
     return torch.cat(scores, dim=1)
+
+
+def score_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return what `score_targets` does, from `logits` `(N, V)`."""
+    logits = logits.float()
+    target_logits = logits.gather(-1, targets[:, None]).squeeze(-1)
+    log_probs = target_logits - logits.logsumexp(dim=-1)
+    is_greedy = target_logits >= logits.amax(dim=-1)
+    return torch.stack([log_probs, is_greedy.float()])
 
 
 # ---- the model
@@ -900,6 +912,10 @@ class Transformer(nn.Module):
             is_causal=mask is None and x.shape[1] > 1,
             repeat_kv=needs_kv_repeat(c, x.device, x.dtype, mask is not None),
         )
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """Return an empty cache for `capacity` tokens."""
+        return KVCache(capacity)
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the modules to shard separately, in forward order; the root holds the rest.

@@ -146,7 +146,7 @@ def train_fsdp1(
 
     torch.manual_seed(0)
     model = FullyShardedDataParallel(
-        Transformer(hp.model).to(world.device),
+        Transformer(hp.own_model).to(world.device),
         auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         device_id=world.device,
         use_orig_params=True,
@@ -169,11 +169,11 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     from lm.hf import config_json
 
     near = hp
-    if hp.model.positions != "rope":  # the closest family is GPT-2
+    if hp.own_model.positions != "rope":  # the closest family is GPT-2
         near = hp.replace(norm="layernorm", ffn="gelu", bias="all")
-    shape = config_json.write_config(near.model, "float32", None)
+    shape = config_json.write_config(near.own_model, "float32", None)
     shape["use_cache"] = False
-    if hp.model.ffn == "relu":
+    if hp.own_model.ffn == "relu":
         shape["activation_function"] = "relu"
     torch.manual_seed(0)
     hf_model: Any = AutoModelForCausalLM.from_config(
@@ -182,7 +182,7 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     model = hf_model.to(world.device)
     mesh = world.device_mesh(MeshShape(1, world.size))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks = model.model.layers if hp.model.positions == "rope" else model.transformer.h
+    blocks = model.model.layers if hp.own_model.positions == "rope" else model.transformer.h
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=hp.optim.lr)
@@ -194,7 +194,7 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
 
 def convert_to_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
     """Return Llama's architecture with the width, depth and vocabulary of `hp`."""
-    if hp.model.positions == "rope":
+    if hp.own_model.positions == "rope":
         return hp
     llama = {"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
     return hp.replace(**llama)
@@ -210,23 +210,23 @@ def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> 
     from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
 
     if (
-        hp.model.tie_embeddings
-        or hp.model.sliding_window
-        or hp.model.layer_pattern
-        or hp.model.dropout
+        hp.own_model.tie_embeddings
+        or hp.own_model.sliding_window
+        or hp.own_model.layer_pattern
+        or hp.own_model.dropout
     ):
         keys = "tie_embeddings, sliding_window, layer_pattern and dropout"
         sys.exit(f"torchtitan's Llama does not support {keys}")
     # torchtitan's width is 2/3 of ffn_dim_multiplier x 4 dim, rounded up to multiple_of.
-    width = convert_to_llama(hp).model.ffn_width
+    width = convert_to_llama(hp).own_model.ffn_width
     shape = TransformerModelArgs(
-        dim=hp.model.d_model,
-        n_layers=hp.model.n_layers,
-        n_heads=hp.model.n_heads,
-        n_kv_heads=hp.model.kv_heads,
+        dim=hp.own_model.d_model,
+        n_layers=hp.own_model.n_layers,
+        n_heads=hp.own_model.n_heads,
+        n_kv_heads=hp.own_model.kv_heads,
         vocab_size=hp.model.vocab_size,
         max_seq_len=hp.model.max_seq_len,
-        ffn_dim_multiplier=width / (4 * hp.model.d_model),
+        ffn_dim_multiplier=width / (4 * hp.own_model.d_model),
         multiple_of=width,
     )
     job = JobConfig()

@@ -68,7 +68,7 @@ def count_gathered_bytes(hp: Hyperparameters, shards: int) -> int:
     buffer of a unit.
     """
     with torch.device("meta"):
-        model = Transformer(hp.model)
+        model = Transformer(hp.own_model)
     largest = 0
     for unit in (model.embedding, model.blocks[0], model.head):
         largest = max(largest, sum(parameter.numel() for parameter in unit.parameters()))

@@ -146,7 +146,7 @@ class Run:
         seed = hp.run.seed
         assert seed is not None
         transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
-        self.model = Transformer(hp.model)
+        self.model = Transformer(hp.own_model)
         parallelize.initialize_parameters(self.model, seed, transfer)
         self.optimizer = optim.Optimizer(hp.optim, self.model.named_parameters(), transfer)
         data = open_data(

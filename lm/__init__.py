@@ -1,22 +1,23 @@
 """The parts of the trainer, floor by floor.
 
-8  lm.plan                                       a command: the memory of a step of the run
-7  fsdp.py                                       the run, top to bottom
-7  lm.search                                     a command: many runs
-6  lm.preflight                                  what a run is, decided once
-5  lm.generate, lm.prepare, lm.report            commands
-5  lm.evaluate                                   another: the score of tasks
-5  lm.memory                                     whether the ranks have room for what a run keeps
-5  lm.resume                                     which checkpoint a run resumes from
-5  lm.start                                      what precedes the import of PyTorch
-5  lm.inputs                                     what the result of a run depends on
-4  lm.config, lm.hf                              all hyperparameters; Hugging Face models
-3  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
-3  lm.objectives                                 what is minimized: next token, preferences
-2  lm.training, lm.metrics, lm.data              what a step is made of
-2  lm.sampling                                   text from a model
+9  lm.plan                                       a command: the memory of a step of the run
+8  fsdp.py                                       the run, top to bottom
+8  lm.search                                     a command: many runs
+7  lm.preflight                                  what a run is, decided once
+6  lm.generate, lm.prepare, lm.report            commands
+6  lm.evaluate                                   another: the score of tasks
+6  lm.memory                                     whether the ranks have room for what a run keeps
+6  lm.resume                                     which checkpoint a run resumes from
+6  lm.start                                      what precedes the import of PyTorch
+6  lm.inputs                                     what the result of a run depends on
+5  lm.config, lm.hf                              all hyperparameters; Hugging Face models
+4  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
+4  lm.objectives                                 what is minimized: next token, preferences
+3  lm.training, lm.metrics, lm.data              what a step is made of
+3  lm.sampling                                   text from a model
+2  lm.transformers_model                         models of transformers, as model.py's
 1  model.py, lm.runtime, lm.determined           the model; the ranks; the master
-1  lm.command_line                               of fsdp.py
+1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
 0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows
 0  lm.model_config, lm.strict_yaml, lm.units
    lm.errors, lm.fields, lm.presets               import nothing of ours

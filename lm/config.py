@@ -49,6 +49,7 @@ from lm.training.config import (
     SkipConfig,
     TransferConfig,
 )
+from lm.transformers_config import AnyModelConfig, TransformersConfig, model_config
 
 REPOSITORY = Path(__file__).parent.parent
 DEFAULT_STEPS = 100
@@ -125,7 +126,7 @@ class RunConfig(Config, frozen=True):
 class Hyperparameters:
     """The hyperparameters of a run: the config of each part, whose keys no other part has."""
 
-    model: ModelConfig
+    model: AnyModelConfig
     data: DataConfig
     objective: ObjectiveConfig
     lora: LoraConfig
@@ -143,26 +144,36 @@ class Hyperparameters:
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters with these values, and the defaults of all other keys."""
-        _require_known(values)
+        parts_of_values = parts_of(values)
+        _require_known(values, parts_of_values)
         parts: dict[str, Any] = {}
-        for name, part in PARTS.items():
+        for name, part in parts_of_values.items():
             parts[name] = part.model_validate(_of_part(values, part))
         return cls(**parts)
 
     def to_flat(self) -> dict[str, Any]:
-        """Return the values of all keys, as in JSON."""
+        """Return the values of all keys, as in JSON.
+
+        Of a model of transformers, what `init_from` alone can set is left out.
+        """
         flat: dict[str, Any] = {}
         for name in PARTS:
             flat |= getattr(self, name).model_dump(mode="json")
-        return flat
+        return {key: value for key, value in flat.items() if key in FIELDS}
 
     def replace(self, **values: Any) -> Hyperparameters:
         """Return a copy with other `values` of some keys, which are not validated."""
-        _require_known(values)
+        _require_known(values, PARTS)
         parts: dict[str, Any] = {}
         for name, part in PARTS.items():
             parts[name] = getattr(self, name).model_copy(update=_of_part(values, part))
         return Hyperparameters(**parts)
+
+    @property
+    def own_model(self) -> ModelConfig:
+        """`model`, where only one of model.py can be."""
+        assert isinstance(self.model, ModelConfig)
+        return self.model
 
     @property
     def n_trained_parameters(self) -> int:
@@ -175,8 +186,16 @@ class Hyperparameters:
         return training.training_flops_per_token(self.lora, self.model)
 
 
-PARTS: Mapping[str, type[Config]] = get_type_hints(Hyperparameters)
+PARTS: Mapping[str, type[Config]] = get_type_hints(Hyperparameters) | {"model": ModelConfig}
 """The config of each part, by its name in `Hyperparameters`."""
+
+
+def parts_of(values: Mapping[str, Any]) -> Mapping[str, type[Config]]:
+    """Return the config of each part, where the model can be one of transformers."""
+    if "transformers_config" in values:
+        return {**PARTS, "model": TransformersConfig}
+    return PARTS
+
 
 FIELDS: dict[str, FieldInfo] = {}
 """All keys."""
@@ -184,8 +203,10 @@ for _part in PARTS.values():
     FIELDS |= _part.model_fields
 
 
-def _require_known(values: Mapping[str, Any]) -> None:
-    unknown = values.keys() - FIELDS.keys()
+def _require_known(values: Mapping[str, Any], parts: Mapping[str, type[Config]]) -> None:
+    unknown = set(values)
+    for part in parts.values():
+        unknown -= part.model_fields.keys()
     if unknown:
         raise ValueError(f"no such hyperparameter: {', '.join(sorted(unknown))}")
 
@@ -202,6 +223,8 @@ def distinguishing(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     chosen: dict[str, Any] = {}
     for key, info in FIELDS.items():
+        if key not in values:  # of a model of transformers
+            continue
         is_set = "unlogged" not in info.metadata and values[key] != info.default
         if is_set or "varied" in info.metadata:
             chosen[key] = values[key]
@@ -367,6 +390,7 @@ def _read_draft(
     for override in overrides:
         _apply_override(draft, override)
     _drop_replaced(draft, name)
+    _refuse_keys_of_transformers(draft)
     _resolve_search(draft)
     _apply_max_length(draft, contents, name, lines)
     if draft.values.get("vocab_size") is None:
@@ -498,11 +522,17 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
         return
     source = draft.values["init_from"]
     given = {**draft.preset, **draft.values}
-    _check_structure(draft, given, defaults)
+    if "transformers_config" in defaults:
+        _check_model_of_transformers(draft, given, defaults)
+    else:
+        _check_structure(draft, given, defaults)
     if "lora_rank" in defaults:
         _check_adapters(draft, given, defaults)
     for key, value in defaults.items():
-        if key not in given and key != "tokenizer":
+        is_set = key in given
+        if "transformers_config" in defaults:
+            is_set = key in draft.values  # by no preset
+        if not is_set and key != "tokenizer":
             draft.set(key, value, f"init_from: {source}: {key}")
 
     dataset = given.get("dataset", "synthetic")
@@ -531,6 +561,42 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
 _CONFIG_OF_A_COPY = "config.json of a copy of the model"
 
 
+def _refuse_keys_of_transformers(draft: _Draft) -> None:
+    """Refuse what only a model of transformers itself can set."""
+    for key in TransformersConfig.model_fields.keys() - FIELDS.keys():
+        if key in draft.values:
+            draft.refuse(key, f"no hyperparameter: it is read from init_from; remove {key}")
+            del draft.values[key]
+
+
+def _check_model_of_transformers(
+    draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Refuse keys of `given` that the model of `init_from` does not have, or does not stand."""
+    source = draft.values["init_from"]
+    model = _model_of(defaults)
+    assert isinstance(model, TransformersConfig)
+    for key in given:
+        label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
+        if key == "vocab_size" and given[key] not in (None, model.vocab_size):
+            problem = f"{_show(given[key])} differs from {model.vocab_size} in {source}"
+            draft.refuse(key, f"{problem}; remove vocab_size", label)
+        elif key in ModelConfig.model_fields and key not in TransformersConfig.model_fields:
+            problem = f"{source} is a model of transformers ({model.model_type})"
+            draft.refuse(key, f"{problem}, whose config.json says it; remove {key}", label)
+    if model.examined.packing or given.get("dataset") != "jsonl":
+        return
+    if given.get("packing") is True:
+        problem = f"true, but {model.model_type} does not keep samples of one sequence apart"
+        draft.refuse("packing", f"{problem}; remove packing")
+    elif "packing" not in given:
+        warn(
+            f"packing: false, as {model.model_type} does not keep samples of one sequence apart:"
+            " rows are padded instead"
+        )
+        draft.set("packing", False, f"init_from: {source}: packing")
+
+
 def _check_structure(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse keys of `given` with which the weights of `init_from` would mean another model."""
     source = draft.values["init_from"]
@@ -550,17 +616,21 @@ def _check_structure(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[
             draft.refuse(key, f"{problem}; {remedy}", label)
 
 
-def _model_of(defaults: Mapping[str, Any]) -> ModelConfig:
+def _model_of(defaults: Mapping[str, Any]) -> AnyModelConfig:
     """Return the model of `init_from`, from the hyperparameters that it sets."""
-    its_keys = {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
-    return ModelConfig.model_validate(its_keys)
+    return model_config(_of_part(defaults, parts_of(defaults)["model"]))
 
 
-def _warn_of_long_sequences(hp: Hyperparameters, model: ModelConfig) -> None:
+def _warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:
     """Warn of rotary positions for which the `model` of `init_from` was not made."""
-    limit = _context_length(model)
+    if isinstance(model, TransformersConfig):
+        limit = model.max_seq_len
+    elif model.positions == "rope":
+        limit = _context_length(model)
+    else:
+        return
     length = hp.model.max_seq_len
-    if model.positions != "rope" or length <= limit:
+    if length <= limit:
         return
     source = hp.checkpoint.init_from
     problem = f"{length} exceeds the {limit} positions for which {source} was made"
@@ -621,7 +691,9 @@ def _validate_parts(draft: _Draft, relations: bool = True) -> dict[str, Any]:
     Args:
         relations: whether to add errors that concern several keys of a part.
     """
-    unknown = [key for key in draft.values if key not in FIELDS]
+    parts_of_draft = parts_of(draft.values)
+    known_keys = FIELDS.keys() | parts_of_draft["model"].model_fields.keys()
+    unknown = [key for key in draft.values if key not in known_keys]
     for key in unknown[:_MAX_UNKNOWN]:
         if key in training.UNSUPPORTED:
             remedy = f"remove {key}, or train all weights with lora_rank: null"
@@ -638,7 +710,7 @@ def _validate_parts(draft: _Draft, relations: bool = True) -> dict[str, Any]:
             f"no such hyperparameter; {n_more:,} keys are unknown from here on",
         )
     parts: dict[str, Any] = {}
-    for name, part in PARTS.items():
+    for name, part in parts_of_draft.items():
         try:
             parts[name] = part.model_validate(_of_part(draft.values, part))
         except ValidationError as invalid:
@@ -653,6 +725,7 @@ def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
         *_find_problems_of_combinations(hp),
         *_find_problems_of_pairs(hp),
         *_find_problems_of_adapters(hp),
+        *_find_problems_of_transformers(hp),
     ]
     if problems:
         raise ConfigError(*(f"{draft.label(key)}: {problem}" for key, problem in problems))
@@ -660,9 +733,9 @@ def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
 
 def _find_unread(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     """Yield the keys that are set though no part reads them, with the reason and the remedy."""
-    for name, part in PARTS.items():
+    for name in PARTS:
         config = getattr(hp, name)
-        for key, info in part.model_fields.items():
+        for key, info in type(config).model_fields.items():
             need = need_of(info)
             if need is None or getattr(config, key) == info.default:
                 continue
@@ -701,7 +774,10 @@ def _find_problems_of_pairs(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     if hp.checkpoint.init_from is None:
         problem = "dpo prefers replies relative to the weights that it starts with"
         yield "objective", f"{problem}; set init_from to the fine-tuned model"
-    for key, value in {"dropout": hp.model.dropout, "lora_dropout": hp.lora.lora_dropout}.items():
+    rates = {"lora_dropout": hp.lora.lora_dropout}
+    if isinstance(hp.model, ModelConfig):
+        rates["dropout"] = hp.model.dropout
+    for key, value in rates.items():
         if value > 0:
             problem = f"{value} would make the model differ from its reference (objective: dpo)"
             yield key, f"{problem}; use 0"
@@ -721,6 +797,33 @@ def _find_problems_of_adapters(hp: Hyperparameters) -> Iterator[tuple[str, str]]
     if hp.precision.float8:
         problem = f"{hp.precision.float8} does not support adapters (lora_rank: {rank})"
         yield "float8", f"{problem}; use float8: null"
+
+
+def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys that do not fit to a model of transformers, with the reason and the remedy."""
+    if isinstance(hp.model, ModelConfig):
+        return
+    kind = hp.model.model_type
+    examined = hp.model.examined
+    if not hp.data.attend_across_documents and not examined.packing:
+        problem = f"false, but {kind} does not keep documents of one sequence apart"
+        yield "attend_across_documents", f"{problem}; remove attend_across_documents"
+    if hp.parallel.activation_checkpointing != "none" and not examined.recomputation:
+        problem = f"{kind} computes other gradients when its layers are recomputed"
+        yield "activation_checkpointing", f"{problem}; remove activation_checkpointing"
+    if hp.lora.lora_rank is not None and not examined.lora:
+        yield "lora_rank", f"{kind} has no linear layers to adapt; remove lora_rank"
+    if hp.lora.base_dtype is not None:
+        yield "base_dtype", f"is for models of model.py, and {kind} is none; remove base_dtype"
+    if hp.parallel.compile is True:
+        yield "compile", f"{kind} is a class of transformers, and not compiled; remove compile"
+    if hp.precision.float8 is not None:
+        yield "float8", f"is for models of model.py, and {kind} is none; remove float8"
+    if hp.objective.of_pairs and not examined.packing:
+        problem = f"needs pairs in one sequence, which {kind} does not keep apart"
+        yield "objective", f"dpo: {problem}; remove objective"
+    if hp.optim.optimizer == "muon":
+        yield "optimizer", f"muon is for models of model.py, and {kind} is none; use adamw"
 
 
 # ---- errors of pydantic as sentences

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from lm.errors import ConfigError, RunError, command, escape_control
 from lm.fileio import home_path
-from lm.hf import weights
 from lm.hf.base import UNQUANTIZED_HELP, open_model
+from lm.hf.files import WEIGHT_DTYPES
 from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
@@ -140,7 +140,7 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     tokens_help = "cut contexts so that they have, with a choice, at most N tokens (max_seq_len)"
     add("--max-tokens", type=int, metavar="N", help=tokens_help)
     add("--json", action="store_true", help="print JSON")
-    dtypes = weights.WEIGHT_DTYPES
+    dtypes = WEIGHT_DTYPES
     add("--dtype", choices=dtypes, default="float32", help="to compute in (%(default)s)")
     add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     add("--unquantized", action="store_true", help=UNQUANTIZED_HELP)

@@ -31,17 +31,17 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, error_prefix, escape_control
 from lm.fileio import home_path
 from lm.hf.base import UNQUANTIZED_HELP, open_model
-from lm.hf.weights import WEIGHT_DTYPES
+from lm.hf.files import WEIGHT_DTYPES
 from lm.launch.launch import is_thread_count_set
 from lm.launch.machine import usable_cores
-from model import Transformer
+from lm.transformers_model import AnyModel
 
 STDIN = "-"
 MAX_NEW_TOKENS = 200
 
 
 def generate_texts(
-    model: Transformer,
+    model: AnyModel,
     tokenizer: Tokenizer,
     prompts: Sequence[list[int]],
     seeds: Sequence[int],
@@ -118,7 +118,7 @@ class Continuation(NamedTuple):
 
 
 def generate_continuations(
-    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], args: argparse.Namespace
+    model: AnyModel, tokenizer: Tokenizer, prompts: Sequence[str], args: argparse.Namespace
 ) -> Iterator[str]:
     """Yield the text to print, `args.samples` continuations of each prompt.
 
@@ -151,7 +151,7 @@ def generate_continuations(
             yield "\n"
 
 
-def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+def chat(model: AnyModel, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Answer each line of standard input; the oldest messages are dropped to leave room for it.
 
     Raises:

@@ -20,11 +20,14 @@ from lm.runtime.failures import is_out_of_memory, out_of_memory_error
 from lm.runtime.world import World
 from lm.training import lora, parallelize
 from lm.training.optim import Optimizer
+from lm.transformers_config import TransformersConfig
+from lm.transformers_model import new_model
 from lm.units import format_bytes
-from model import Transformer
 
 USABLE = 0.9
 """fraction of memory that a plan may fill: the CUDA context, NCCL, fragmentation need the rest"""
+NOT_PLANNED = "takes no steps on fake tensors: its activations are not known before it runs"
+"""of a class of transformers"""
 WORTH_A_LINE = GIB // 4
 """bytes of state from which a run on a CPU says what it takes"""
 
@@ -70,7 +73,7 @@ class State:
 def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
     """Return the bytes of the run's model and optimizer, from both on the meta device."""
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp.model), hp.lora, dtype)
+        model = lora.add_adapters(new_model(hp.model), hp.lora, dtype)
     optimizer = Optimizer(hp.optim, model.named_parameters(), compute_dtype=dtype)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -131,6 +134,9 @@ class MemoryCheck:
         Raises:
             ConfigError: it is more than a rank has.
         """
+        if isinstance(self.hp.model, TransformersConfig):
+            print(f"{self.describe()}; {self.hp.model.model_type} {NOT_PLANNED}")
+            return
         ranks = asdict(self.ranks)
         ranks["dtype"] = str(self.ranks.dtype).removeprefix("torch.")
         run = json.dumps({"hyperparameters": self.hp.to_flat(), "ranks": ranks})

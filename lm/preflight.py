@@ -40,7 +40,6 @@ from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
-from lm.model_config import ModelConfig
 from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
@@ -49,6 +48,7 @@ from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task
 from lm.training import parallelize
 from lm.training.config import WINDOW
+from lm.transformers_config import AnyModelConfig
 from lm.units import format_parameters
 
 
@@ -457,7 +457,7 @@ def _read_tasks(config: TasksConfig, validation_rate: int, data: Data) -> list[T
         return read_tasks(config.eval_tasks, config.eval_limit)
 
 
-def _tokenize(tasks: Sequence[Task], model: ModelConfig, data: Data) -> list[TokenizedTask]:
+def _tokenize(tasks: Sequence[Task], model: AnyModelConfig, data: Data) -> list[TokenizedTask]:
     if not tasks:
         return []
     assert data.tokenizer is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lm.errors import ConfigError
-from model import KVCache, Transformer
+from lm.transformers_model import AnyModel
 
 _ATTENTION_BACKENDS = [
     SDPBackend.FLASH_ATTENTION,
@@ -127,7 +127,7 @@ def _compute_probabilities(logits: Tensor, temperature: float) -> Tensor:
 
 @torch.no_grad()
 def generate_batch(
-    model: Transformer,
+    model: AnyModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     *,
@@ -162,13 +162,13 @@ def generate_batch(
 
     length = min(len(sequence) for sequence in sequences)  # of the input of each, so far
     next_input = [sequence[:length] for sequence in sequences]  # its part that is not in the cache
-    cache = KVCache(min(context, max(complete_lengths)))
+    cache = model.new_cache(min(context, max(complete_lengths)))
     model.eval()
     while length < max(complete_lengths):
         is_context_full = cache.length + len(next_input[0]) > context
         if is_context_full:  # so all prompts were read, as none is longer
             n_kept = max(1, context // 2)
-            cache = KVCache(context)
+            cache = model.new_cache(context)
             next_input = [sequence[-n_kept:] for sequence in sequences]
         with varying_lengths():
             logits = model(torch.tensor(next_input, device=device), cache=cache)
@@ -196,7 +196,7 @@ def generate_batch(
 
 
 def generate(
-    model: Transformer, prompt: list[int], max_new_tokens: int, *, seed: int, **options: Any
+    model: AnyModel, prompt: list[int], max_new_tokens: int, *, seed: int, **options: Any
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens that continue `prompt`, one by one.
 

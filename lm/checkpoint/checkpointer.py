@@ -49,9 +49,9 @@ from lm.checkpoint.tensor_files import Rows, State
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.launch.machine import host_memory
-from lm.model_config import ModelConfig
 from lm.runtime.world import World
 from lm.shards import to_local
+from lm.transformers_config import model_config
 from lm.units import format_bytes
 
 SHARED = "checkpoints need a directory that all machines share"
@@ -409,7 +409,7 @@ def _metadata(manifest: Manifest) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "sharding": manifest.sharding,
         "amp_dtype": manifest.hyperparameters.get("amp_dtype"),
-        "parameters": ModelConfig.model_validate(manifest.model).n_parameters,
+        "parameters": model_config(manifest.model).n_parameters,
     }
     if manifest.validation_loss is not None:
         metadata["validation_loss"] = manifest.validation_loss

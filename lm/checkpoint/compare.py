@@ -8,7 +8,7 @@ from typing import Any
 
 from lm.checkpoint.manifest import RunInfo
 from lm.errors import ConfigError
-from lm.model_config import ModelConfig
+from lm.transformers_config import AnyModelConfig, model_config
 
 
 def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:
@@ -17,9 +17,7 @@ def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:
     Returns:
         A change of the tokenizer, if any.
     """
-    require_same_structure(
-        ModelConfig.model_validate(saved.model), ModelConfig.model_validate(run_info.model)
-    )
+    require_same_structure(model_config(saved.model), model_config(run_info.model))
     require_same_base(saved, run_info)
     if saved.tokenizer is None or run_info.tokenizer is None:
         return []
@@ -29,9 +27,11 @@ def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:
     return [f"tokenizer: {change}: token IDs mean other text"]
 
 
-def require_same_structure(saved: ModelConfig, now: ModelConfig) -> None:
+def require_same_structure(saved: AnyModelConfig, now: AnyModelConfig) -> None:
     """Raise ConfigError if weights of the model `saved` mean something else in the model `now`."""
-    changes = find_changes(saved.structure(), now.structure(), ModelConfig.model_fields)
+    old = saved.structure()
+    new = now.structure()
+    changes = find_changes(old, new, {**old, **new})
     if changes:
         remedy = "the model differs from the checkpoint's: use the checkpoint's values"
         raise ConfigError(*changes.values(), remedy)

@@ -20,8 +20,8 @@ from lm.checkpoint.manifest import (
     describe_invalid,
 )
 from lm.fileio import MAX_SLICES, MAX_TOKENIZER_BYTES
-from lm.model_config import ModelConfig
 from lm.training.config import LoraConfig, adapter_problems, n_trained_parameters
+from lm.transformers_config import AnyModelConfig, model_config
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -40,7 +40,7 @@ def describe(shape: Iterable[int], dtype: str) -> str:
     return f"{list(shape)} {dtype}"
 
 
-def lora_config(where: Path | str, manifest: Manifest, model: ModelConfig) -> LoraConfig:
+def lora_config(where: Path | str, manifest: Manifest, model: AnyModelConfig) -> LoraConfig:
     """Return the configuration of the adapters in the checkpoint at `where`.
 
     Raises:
@@ -70,14 +70,14 @@ def _select(where: Path | str, manifest: Manifest, config: type[T]) -> T:
         raise CheckpointError(f"{where}/{MANIFEST}: damaged: {problem}") from None
 
 
-def model_of(where: Path | str, manifest: Manifest) -> ModelConfig:
+def model_of(where: Path | str, manifest: Manifest) -> AnyModelConfig:
     """Return the model of the checkpoint at `where`, before it is built.
 
     Raises:
         CheckpointError: see `require_sizes_of_model`.
     """
     require_sizes_of_model(where, manifest)
-    return ModelConfig.model_validate(manifest.model)
+    return model_config(manifest.model)
 
 
 def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
@@ -86,7 +86,7 @@ def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
     It is called before they are read or downloaded: a sparse file of any size is cheap to send, and
     so is a manifest whose model needs any memory.
     """
-    config = ModelConfig.model_validate(manifest.model)
+    config = model_config(manifest.model)
     problem = f"{where}/{MANIFEST}: damaged: a model of {config.n_parameters:,} parameters"
     if manifest.base is not None:
         found = sum(entry.bytes for entry in manifest.base.files.values())

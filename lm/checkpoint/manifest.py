@@ -44,7 +44,7 @@ from lm.fileio import (
     sync_directory,
 )
 from lm.metrics.records import MetricSums
-from lm.model_config import ModelConfig
+from lm.transformers_config import model_config
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -85,7 +85,7 @@ class RunInfo(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     total_batch_size: Count = Field(gt=0, description="sequences per step")
     hyperparameters: dict[str, Any]
     model: dict[str, Any] = Field(
-        description="the fields of ModelConfig: enough to rebuild the model"
+        description="the fields of ModelConfig or TransformersConfig: enough to rebuild the model"
     )
     tokenizer: str | None = Field(
         pattern="^[ -~]{1,200}$",
@@ -252,6 +252,6 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
 
 def _require_model(path: Path | str, fields: dict[str, Any]) -> None:
     try:
-        ModelConfig.model_validate(fields)
+        model_config(fields)
     except ValidationError as error:
         raise CheckpointError(f"{path}: damaged: {describe_invalid(error, 'model')}") from None

@@ -2,6 +2,7 @@
 
     python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY | --adapter]
     python -m lm.hf inspect MODEL
+    python -m lm.hf examine MODEL|MODEL_TYPE
 
 RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which
 is read from where it was in training, or from DIRECTORY; with --adapter they are written alone, in
@@ -20,10 +21,16 @@ from pathlib import Path
 
 from lm.checkpoint.headers import TensorSlice
 from lm.data.hub_cache import find_directory
-from lm.errors import command
+from lm.errors import ConfigError, command, error_prefix
 from lm.fileio import home_path
 from lm.hf import adapters, weights
+from lm.hf.conversion import open_conversion
+from lm.hf.examine import examine
 from lm.hf.export import export_model
+from lm.hf.files import CONFIG_FILE, WEIGHT_DTYPES, refuse_quantized
+from lm.hf.weights import Structure
+from lm.transformers_config import TransformersConfig
+from lm.transformers_model import text_config
 from lm.units import format_bytes, format_parameters
 
 
@@ -34,6 +41,9 @@ def describe_model(source: str) -> str:
     weights.model_defaults(source)  # checks the tokenizer, too
     if not Path(source).is_dir():
         return _describe_on_hub(source)
+    structure = weights.read_structure(source)
+    if structure.family is None:
+        return _describe_of_transformers(source, structure)
     model = weights.open_model(Path(source))
     slices: set[TensorSlice] = set()  # each once, though GPT-2's query, key and value share one
     for tensor in model.sources.values():
@@ -49,9 +59,49 @@ def describe_model(source: str) -> str:
     return "\n".join(lines)
 
 
+def _describe_of_transformers(source: str, structure: Structure) -> str:
+    conversion = open_conversion(structure.directory)
+    config = structure.config
+    assert isinstance(config, TransformersConfig)
+    n_parameters = f"{format_parameters(config.n_parameters)} parameters"
+    lines = [f"{source}: {config.model_type} of transformers, {n_parameters}"]
+    lines.append(f"can be read: init_from: {source}")
+    if conversion.other_parts:
+        n_others = len(conversion.other_parts)
+        lines.append(f"{n_others} tensors of its other parts are not trained, and are exported")
+    if conversion.unused:
+        lines.append(weights.describe_unused(source, conversion.unused))
+    return "\n".join([*lines, *examine(config.transformers_config).describe()])
+
+
+def describe_examination(source: str) -> tuple[str, int]:
+    """Return what of a class of transformers can be trained exactly here, and the exit code.
+
+    Args:
+        source: a directory, OWNER/MODEL, or a model_type of transformers, with its default sizes.
+    """
+    if weights.is_model(source):
+        raw = weights.read_config(source)
+    elif Path(source).exists():
+        raise ConfigError(f"{source}: no directory of Hugging Face: it has no {CONFIG_FILE}")
+    else:
+        raw = {"model_type": source}
+    with error_prefix(source):
+        refuse_quantized(raw)
+        examination = examine(text_config(raw))
+    lines = examination.describe()
+    refusals = examination.refusals()
+    code = 0
+    if refusals:
+        code = ConfigError.exit_code
+        lines += [f"refused: {refusal}" for refusal in refusals]
+    return "\n".join(lines), code
+
+
 def _describe_on_hub(source: str) -> str:
-    _, family, config = weights.read_structure(source)
-    summary = f"{family.class_name}, {format_parameters(config.n_parameters)} parameters"
+    _, config, family = weights.read_structure(source)
+    name = f"{family.class_name}" if family is not None else "a model of transformers"
+    summary = f"{name}, {format_parameters(config.n_parameters)} parameters"
     weights_line = "its weights are downloaded, and their tensors checked, where they are loaded"
     return f"{source}: {summary}\ncan be read: init_from: {source}\n{weights_line}"
 
@@ -81,8 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="directory or URL of a checkpoint or run",
     )
     add("out", type=home_path, metavar="OUT", help="directory to create")
-    dtypes = weights.WEIGHT_DTYPES
-    add("--dtype", choices=dtypes, default="float32", help="of the weights (%(default)s)")
+    dtypes = WEIGHT_DTYPES
+    add(
+        "--dtype",
+        choices=dtypes,
+        help="of the weights (float32; of a class of transformers: as in its files)",
+    )
     add_lora = export.add_mutually_exclusive_group().add_argument
     add_lora(
         "--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters"
@@ -94,14 +148,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source_help = "a directory, or OWNER/MODEL[@REVISION] on the Hub"
     inspect.add_argument("source", type=find_directory, metavar="MODEL", help=source_help)
 
+    examine_help = "print what of a class of transformers can be trained exactly here"
+    examined = commands.add_parser("examine", help=examine_help)
+    class_help = f"{source_help}, or a model_type of transformers, e.g. lfm2"
+    examined.add_argument("source", type=find_directory, metavar="MODEL", help=class_help)
+
     args = parser.parse_args(arguments)
+    if args.command == "examine":
+        text, code = describe_examination(args.source)
+        print(text)
+        return code
     if args.command == "inspect":
         print(describe_model(args.source))
         return 0
     started = time.monotonic()
     n_bytes = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)
     seconds = time.monotonic() - started
-    print(f"{args.out}: {format_bytes(n_bytes)} in {args.dtype} in {seconds:.0f} s")
+    in_dtype = f" in {args.dtype}" if args.dtype is not None else ""
+    print(f"{args.out}: {format_bytes(n_bytes)}{in_dtype} in {seconds:.0f} s")
     return 0
 
 

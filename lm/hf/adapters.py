@@ -7,6 +7,7 @@ that says so.
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -22,11 +23,13 @@ from lm.checkpoint.tensor_files import Source, read_into
 from lm.data import tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import families, weights
-from lm.hf.weights import READ_DTYPES, Structure
+from lm.hf.files import READ_DTYPES, follow_links, read_object
+from lm.hf.weights import Structure
 from lm.runtime.world import World
 from lm.training import lora
-from lm.training.config import UNSUPPORTED, LoraConfig
-from model import Transformer
+from lm.training.config import UNSUPPORTED, LoraConfig, linear_layers
+from lm.transformers_config import TransformersConfig
+from lm.transformers_model import NETWORK, AnyModel, name_linear_layers, new_model
 
 ADAPTER_CONFIG = tokenizer.ADAPTER_CONFIG
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -97,7 +100,7 @@ def base_of(init_from: str) -> str:
     if not is_adapter(init_from):
         return init_from
     path = Path(init_from, ADAPTER_CONFIG)
-    raw = weights.read_object(path)
+    raw = read_object(path)
     source = raw.get("base_model_name_or_path")
     if not isinstance(source, str) or not weights.is_model(source):
         problem = f"{_show(source)} is neither a Hugging Face directory nor a name on the Hub"
@@ -117,7 +120,7 @@ def open_adapters(directory: Path) -> PeftAdapters:
         RunError: a file is damaged.
     """
     path = directory / ADAPTER_CONFIG
-    raw = weights.read_object(path)
+    raw = read_object(path)
     problems = _find_unsupported(raw)
     values = dict(_DEFAULTS)
     for key in values:
@@ -160,11 +163,11 @@ def _find_tensors(directory: Path, model: Structure, config: LoraConfig) -> Peft
         remedy = "load the adapters with PEFT and save_pretrained() them"
         raise ConfigError(f"{path}: {problem}. To convert, {remedy}")
     our_layers = _map_layers(model)
-    shapes = model.config.layer_shapes
+    shapes = _shape_layers(model)
     sources: dict[str, Source] = {}
     problems: list[str] = []
     targets: list[str] = []
-    for name, slices in read_headers([weights.follow_links(path)]).items():
+    for name, slices in read_headers([follow_links(path)]).items():
         match = _ADAPTER_NAME.fullmatch(name)
         if _NAMED_ADAPTER.fullmatch(name):
             problem = "contains a name of the adapter, as in PEFT's state_dict()"
@@ -178,7 +181,7 @@ def _find_tensors(directory: Path, model: Structure, config: LoraConfig) -> Peft
         if len(layers) > 1:
             problems.append(f"{name}: is shared by {', '.join(kinds)}, which have one each here")
             continue
-        out, inner = shapes[kinds[0]]
+        out, inner = shapes[layers[0]]
         expected = (config.lora_rank, inner)
         if match["matrix"] == "lora_B":
             expected = (out, config.lora_rank)
@@ -188,7 +191,8 @@ def _find_tensors(directory: Path, model: Structure, config: LoraConfig) -> Peft
         sources[f"{layers[0]}.{match['matrix']}.weight"] = Source(slices)
         targets.append(kinds[0])
 
-    in_order = [kind for kind in shapes if kind in targets]
+    kinds = dict.fromkeys(layers.kind for layers in linear_layers(model.config))
+    in_order = [kind for kind in kinds if kind in targets]
     config = config.model_copy(update={"lora_targets": in_order})
     if not problems:
         problems = _find_missing(sources, config, model)
@@ -200,6 +204,9 @@ def _find_tensors(directory: Path, model: Structure, config: LoraConfig) -> Peft
 
 def _map_layers(model: Structure) -> dict[str, list[str]]:
     """Return our linear layers of blocks by PEFT's; several of ours can be one of PEFT's."""
+    if isinstance(model.config, TransformersConfig):
+        return {name: [f"{NETWORK}.{name}"] for name in name_linear_layers(model.config)}
+    assert model.family is not None
     kinds = model.config.layer_shapes
     places, _ = families.map_parameters(model.family, model.config)
     our_layers: dict[str, list[str]] = {}
@@ -208,6 +215,16 @@ def _map_layers(model: Structure) -> dict[str, list[str]]:
         if layer.rpartition(".")[2] in kinds:
             our_layers.setdefault(place.name.removesuffix(".weight"), []).append(layer)
     return our_layers
+
+
+def _shape_layers(model: Structure) -> dict[str, tuple[int, int]]:
+    """Return `(out, in)` of our linear layers of blocks."""
+    if isinstance(model.config, TransformersConfig):
+        shapes = name_linear_layers(model.config)
+        return {f"{NETWORK}.{name}": shape for name, shape in shapes.items()}
+    shapes = model.config.layer_shapes
+    layers = itertools.chain.from_iterable(_map_layers(model).values())
+    return {layer: shapes[layer.rpartition(".")[2]] for layer in layers}
 
 
 def _compare(slices: list[TensorSlice], expected: tuple[int | None, ...]) -> str | None:
@@ -226,7 +243,7 @@ def _find_missing(sources: Mapping[str, Source], config: LoraConfig, model: Stru
     if not config.lora_targets:
         return ["the file has no adapters"]
     with torch.device("meta"):
-        adapted = lora.add_adapters(Transformer(model.config), config, None)
+        adapted = lora.add_adapters(new_model(model.config), config, None)
     return [f"{name}: missing" for name in lora.trained_parameters(adapted) if name not in sources]
 
 
@@ -244,7 +261,7 @@ def model_defaults(init_from: str) -> dict[str, Any]:
     return values
 
 
-def load_into(model: Transformer, source: str, world: World, log: Callable[[str], None]) -> None:
+def load_into(model: AnyModel, source: str, world: World, log: Callable[[str], None]) -> None:
     """Fill this rank's shards of the adapters with those in `source`, on all ranks together.
 
     Raises:
@@ -255,7 +272,7 @@ def load_into(model: Transformer, source: str, world: World, log: Callable[[str]
     log(f"loaded the adapters of {source}")
 
 
-def read_directory(directory: Path, model: Transformer) -> None:
+def read_directory(directory: Path, model: AnyModel) -> None:
     """Fill this rank's shards of the adapters of `model` with those in `directory`."""
     parameters = dict(model.named_parameters())
     for name, source in open_adapters(directory).sources.items():

@@ -30,10 +30,11 @@ from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.adapters import ADAPTER_CONFIG, ADAPTER_FILE, base_of, is_adapter
+from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
 from lm.training import lora
 from lm.training.lora import Adapters
-from model import Transformer
+from lm.transformers_model import AnyModel, new_model
 
 UNQUANTIZED_HELP = "merge adapters into their base as it is, where training had it in base_dtype"
 """of the option of commands that compute with a checkpoint"""
@@ -88,8 +89,8 @@ def compute_checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[
         manifest = read_manifest(directory)
         verify(directory, manifest, rank, n_ranks)
         return _weight_records(manifest)
-    paths = weights.list_weight_files(directory)[rank::n_ranks]
-    targets = {path.name: weights.follow_links(path) for path in paths}
+    paths = list_weight_files(directory)[rank::n_ranks]
+    targets = {path.name: follow_links(path) for path in paths}
     read_headers(targets.values())  # no file is longer than its tensors
     return {name: record(target) for name, target in targets.items()}
 
@@ -162,7 +163,7 @@ def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
 @torch.no_grad()
 def load_merged_model(
     directory: Path, device: torch.device, base_dir: Path | None = None
-) -> Transformer:
+) -> AnyModel:
     """Return the model of a checkpoint in a single process, with adapters merged.
 
     Args:
@@ -180,10 +181,10 @@ def load_merged_model(
     elif base_dir is not None:
         raise ConfigError(f"--base: {directory} has no LoRA adapters; leave --base out for it")
     with torch.device("meta"):
-        model = Transformer(config)
+        model = new_model(config)
     model.to_empty(device=device)
     if opened is None:
-        load_weights(directory, model.state_dict())
+        load_weights(directory, lora.trained_parameters(model))
         return model
     weights.read_directory(opened, model)
     adapters = read_adapters(directory, manifest)
@@ -194,7 +195,7 @@ def load_merged_model(
 
 def load_trained_model(
     directory: Path, device: torch.device, base_dir: Path | None = None
-) -> Transformer:
+) -> AnyModel:
     """Return the model of a checkpoint as it was trained, with adapters on a base in `base_dtype`.
 
     Args and Raises: see `load_merged_model`.
@@ -206,7 +207,7 @@ def load_trained_model(
         return load_merged_model(directory, device, base_dir)  # which computes the same
     opened = open_base(manifest.base, base_dir)
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(config), adapters, None)
+        model = lora.add_adapters(new_model(config), adapters, None)
     model.to_empty(device=device)
     weights.read_directory(opened, model)
     load_weights(directory, lora.trained_parameters(model))
@@ -218,7 +219,7 @@ def load_model(
     device: torch.device,
     base_dir: Path | None = None,
     unquantized: bool = False,
-) -> tuple[Transformer, Tokenizer]:
+) -> tuple[AnyModel, Tokenizer]:
     """Return the model and the tokenizer of a checkpoint; see `load_trained_model`.
 
     Args:
@@ -248,7 +249,7 @@ def open_model(
     dtype: str = "float32",
     base_dir: Path | None = None,
     unquantized: bool = False,
-) -> tuple[Transformer, Tokenizer]:
+) -> tuple[AnyModel, Tokenizer]:
     """Return the model and the tokenizer of a run, a checkpoint or a Hugging Face model.
 
     Args:
@@ -264,22 +265,24 @@ def open_model(
         RunError: a file is damaged.
     """
     source = find_directory(str(source))
-    if dtype not in weights.WEIGHT_DTYPES:
-        raise ConfigError(f"dtype: {dtype}: use one of {', '.join(weights.WEIGHT_DTYPES)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype: {dtype}: use one of {', '.join(WEIGHT_DTYPES)}")
     device = torch.device(device)
-    weight_dtype = weights.WEIGHT_DTYPES[dtype]
+    weight_dtype = WEIGHT_DTYPES[dtype]
     if not weights.is_model(source):
         model, tokenizer = load_model(find_checkpoint(source), device, base_dir, unquantized)
         return model.to(weight_dtype), tokenizer
     if base_dir is not None:
         raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
     directory = weights.find_source(source)
-    config = weights.open_model(directory).config
+    config = weights.read_structure(str(directory)).config
     tokenizer = weights.load_model_tokenizer(directory, config)
     if tokenizer is None:
         raise ConfigError(f"{source}: has no {TOKENIZER_JSON}; add the model's")
     with torch.device("meta"):
-        model = Transformer(config).to(weight_dtype)
+        model = new_model(config)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(weight_dtype)
     model.to_empty(device=device)
     weights.read_directory(directory, model)
     return model, tokenizer

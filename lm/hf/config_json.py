@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix
 from lm.hf.families import FAMILIES, Family
+from lm.hf.files import refuse_quantized
 from lm.model_config import MAX_LAYERS, ROPE_TYPES, AttentionKind, ModelConfig, Rope
 from lm.presets import PRESETS
 
@@ -22,39 +23,6 @@ _REQUIRED_EVERYWHERE = {
     "n_routed_experts": (None, 0, 1),
 }
 """As `Family.required`: a mixture of experts cannot be represented."""
-_NEAREST = {
-    "deepseek_v2": "DeepSeek-R1-Distill (llama, qwen2)",
-    "deepseek_v3": "DeepSeek-R1-Distill (llama, qwen2)",
-    "gemma": "Gemma 3 1B (gemma3_text)",
-    "gemma2": "Gemma 3 1B (gemma3_text)",
-    "gemma3": "Gemma 3 1B (gemma3_text)",
-    "gemma3n": "Gemma 3 1B (gemma3_text)",
-    "glm": "GLM-4-9B-0414 (glm4)",
-    "glm4_moe": "GLM-4-9B-0414 (glm4)",
-    "glm4v": "GLM-4-9B-0414 (glm4)",
-    "granitemoe": "Granite 3 (granite)",
-    "granitemoehybrid": "Granite 3 (granite)",
-    "granitemoeshared": "Granite 3 (granite)",
-    "llama4": "Llama 3.2 (llama)",
-    "ministral": "Mistral 7B (mistral)",
-    "ministral3": "Mistral 7B (mistral)",
-    "mistral3": "Mistral Small of 2501 (mistral)",
-    "mixtral": "Mistral 7B (mistral)",
-    "mllama": "Llama 3.2 3B (llama)",
-    "olmo": "OLMo 2 (olmo2)",
-    "olmoe": "OLMo 2 (olmo2)",
-    "phi": "Phi-3 mini (phi3)",
-    "phi4_multimodal": "Phi-4 (phi3)",
-    "phimoe": "Phi-3 mini (phi3)",
-    "qwen2_moe": "Qwen2.5 (qwen2)",
-    "qwen2_vl": "Qwen2.5 (qwen2)",
-    "qwen2_5_vl": "Qwen2.5 (qwen2)",
-    "qwen3_moe": "Qwen3 (qwen3)",
-    "qwen3_next": "Qwen3 (qwen3)",
-    "qwen3_vl": "Qwen3 (qwen3)",
-    "qwen3_5": "Qwen3 (qwen3)",
-}
-"""The `model_type` of models that are not supported -> the nearest that is, with its own."""
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
@@ -68,20 +36,9 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     Raises:
         ConfigError: the model cannot be represented exactly; lists every key that prevents it.
     """
-    if raw.get("quantization_config"):
-        method = ""
-        if isinstance(raw["quantization_config"], dict):
-            method = f" ({raw['quantization_config'].get('quant_method')} here)"
-        raise ConfigError(
-            f"{where}: quantization_config: quantized models{method} are not supported; use the"
-            " original model in 16 bits, of which a run can quantize the weights (lora_rank with"
-            " base_dtype: nf4), or load this one with transformers, dequantize() and"
-            " save_pretrained() it"
-        )
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"{where}: model_type: {_explain_unsupported(raw)}")
-    family = FAMILIES[model_type]
+    with error_prefix(where):
+        refuse_quantized(raw)
+    family = FAMILIES[raw["model_type"]]
     reader = _ConfigReader(family, raw)
     values = reader.read()
     config: ModelConfig | None = None
@@ -94,26 +51,18 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     return family, _normalize(family, config)
 
 
+def is_of_a_family(raw: Mapping[str, Any]) -> bool:
+    """Return whether the model is of a family that model.py computes; else transformers does."""
+    model_type = raw.get("model_type")
+    return isinstance(model_type, str) and model_type in FAMILIES
+
+
 _MAX_SIZE = 2**24
 
 
 def _is_size(value: Any) -> bool:
     """Return whether `value` of config.json can be a width."""
     return isinstance(value, int) and 0 < value <= _MAX_SIZE
-
-
-def _explain_unsupported(raw: Mapping[str, Any]) -> str:
-    """Return why a model of no family is not supported, and which model is."""
-    model_type = raw.get("model_type")
-    problem = f"{model_type!r} is not supported"
-    has_experts = any(raw.get(key) not in few for key, few in _REQUIRED_EVERYWHERE.items())
-    if has_experts:
-        problem += ", a mixture of experts"
-    elif "vision_config" in raw:
-        problem += ", a model with vision"
-    if isinstance(model_type, str) and model_type in _NEAREST:
-        problem += f"; nearest: {_NEAREST[model_type]}"
-    return f"{problem}; supported: {', '.join(FAMILIES)}"
 
 
 _FULL = "full_attention"

@@ -6,14 +6,10 @@ to a temporary directory that is renamed when it is complete.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +20,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lm.checkpoint.contents import verify
+from lm.checkpoint.headers import full_shape
 from lm.checkpoint.layout import model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import Base, Manifest, read_manifest
-from lm.checkpoint.tensor_files import Rows, Source, group_by_size, read_into, write_tensors
+from lm.checkpoint.tensor_files import (
+    Rows,
+    Source,
+    group_by_size,
+    read_into,
+    torch_dtype,
+    write_tensors,
+)
 from lm.data.tokenizer import (
     END_OF_TEXT,
     GENERATION_CONFIG,
@@ -37,21 +41,19 @@ from lm.data.tokenizer import (
     load_saved_tokenizer,
 )
 from lm.errors import ConfigError, RunError, oserror_as_config_error
-from lm.hf import config_json, families
-from lm.hf.base import open_base, read_adapters
-from lm.hf.families import Family, Place
-from lm.hf.weights import (
-    CONFIG_FILE,
-    SAFETENSORS_FILE,
-    SAFETENSORS_INDEX,
-    WEIGHT_DTYPES,
-    find_weights,
-)
+from lm.hf import config_json, families, weights
+from lm.hf.base import load_merged_model, open_base, read_adapters
+from lm.hf.conversion import open_conversion
+from lm.hf.draft import make_draft
+from lm.hf.export_directory import export_directory
+from lm.hf.families import Place
+from lm.hf.files import CONFIG_FILE, SAFETENSORS_FILE, SAFETENSORS_INDEX, WEIGHT_DTYPES
+from lm.hf.weights import find_weights
 from lm.launch.console import warn
-from lm.runtime.lease import InUseError
-from lm.runtime.run_dir import lease_directory, lease_instead
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
+from lm.transformers_config import AnyModelConfig, TransformersConfig
+from lm.transformers_model import NETWORK, name_linear_layers
 from model import ModelConfig, Transformer
 
 
@@ -59,14 +61,15 @@ from model import ModelConfig, Transformer
 def export_model(
     where: Path | str,
     out: Path,
-    dtype: str = "float32",
+    dtype: str | None = None,
     base_dir: Path | None = None,
     adapters_only: bool = False,
 ) -> int:
     """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
     Args:
-        dtype: a key of `WEIGHT_DTYPES`.
+        dtype: a key of `WEIGHT_DTYPES`; None = float32, or for a model of transformers that of each
+            tensor of `init_from`.
         base_dir: see `open_base`.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
             merged.
@@ -85,8 +88,12 @@ def export_model(
     directory = find_checkpoint(where)
     manifest = read_manifest(directory)
     config = model_of(directory, manifest)
+    if isinstance(config, TransformersConfig) and not adapters_only:
+        return _export_of_transformers(out, directory, manifest, dtype, base_dir)
+    dtype = dtype or "float32"
     if adapters_only:
         return _export_adapters(out, directory, manifest, config, WEIGHT_DTYPES[dtype])
+    assert isinstance(config, ModelConfig)
     family = config_json.find_family(config)
     places, shapes = families.map_parameters(family, config)
     verify(directory, manifest)
@@ -112,7 +119,7 @@ def export_model(
             warn(f"adapters trained on an NF4 base are merged into the original one; {remedy}")
     sources = find_weights(weights_dir, config).sources
     weights = _Weights(config, sources, adapters, places, shapes, WEIGHT_DTYPES[dtype])
-    with _make_draft(out, weights.n_bytes) as draft:
+    with make_draft(out, weights.n_bytes) as draft:
         weight_map = weights.write(draft)
         is_one_file = len(set(weight_map.values())) == 1
         if not is_one_file:
@@ -121,6 +128,59 @@ def export_model(
         for name, content in files.items():
             (draft / name).write_bytes(content)
     return weights.n_bytes
+
+
+def _export_of_transformers(
+    out: Path, directory: Path, manifest: Manifest, dtype: str | None, base_dir: Path | None
+) -> int:
+    """Write the directory of `init_from` again, with the weights of a checkpoint."""
+    source = manifest.hyperparameters.get("init_from")
+    if manifest.base is not None:
+        opened = open_base(manifest.base, base_dir)
+    elif base_dir is not None:
+        opened = base_dir
+    else:
+        opened = _find_original(str(source))
+    conversion = open_conversion(opened)
+    found = verify(directory, manifest)["model"]
+
+    def read_tensor(name: str) -> Tensor:
+        slices = found[f"{NETWORK}.{name}"]
+        tensor = torch.empty(full_shape(slices) or (), dtype=torch_dtype(slices[0]))
+        read_into(tensor, Source(slices))
+        return tensor
+
+    get_tensor: Callable[[str], Tensor] = read_tensor
+    if manifest.base is not None:
+        model = load_merged_model(directory, torch.device("cpu"), opened)
+        get_tensor = {
+            name.removeprefix(f"{NETWORK}."): tensor for name, tensor in model.state_dict().items()
+        }.__getitem__
+    tokenizer = _load_tokenizer(directory, manifest)
+    files: dict[str, bytes] = {}
+    if tokenizer is not None:
+        own = tokenizer.files
+        files = {name: own[name] for name in own if not (opened / name).exists()}
+    exported = export_directory(conversion, get_tensor, out, dtype, files)
+    for path in exported.left_out:
+        warn(f"{path}: not exported, as it holds weights of {opened} in another format")
+    return exported.n_bytes
+
+
+def _find_original(source: str) -> Path:
+    """Return the directory of the Hugging Face model that a run started from.
+
+    Raises:
+        ConfigError: it is not there, or the run started from a checkpoint.
+    """
+    remedy = "pass the directory of the original Hugging Face model with --base"
+    if not weights.is_model(source):
+        problem = "no Hugging Face model, whose files are copied"
+        raise ConfigError(f"init_from: {source}: {problem}; {remedy}")
+    try:
+        return weights.find_source(source, weights.ALL_FILES)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
 
 
 def _load_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer | None:
@@ -203,14 +263,13 @@ class _Adapter(NamedTuple):
 
 
 def _export_adapters(
-    out: Path, directory: Path, manifest: Manifest, config: ModelConfig, dtype: torch.dtype
+    out: Path, directory: Path, manifest: Manifest, config: AnyModelConfig, dtype: torch.dtype
 ) -> int:
     """Write the adapters in a checkpoint to `out` in PEFT's format; return their bytes."""
     if manifest.base is None:
         problem = "has no LoRA adapters (lora_rank: null); export it without --adapter"
         raise ConfigError(f"{directory}: {problem}")
-    family = config_json.find_family(config)
-    places, shapes = families.map_parameters(family, config)
+    layout = _find_layout(config)
     adapters = read_adapters(directory, manifest)
 
     by_their_layer: dict[str, list[_Adapter]] = {}
@@ -218,7 +277,7 @@ def _export_adapters(
         if not name.endswith(".lora_A.weight"):
             continue
         layer = name.removesuffix(".lora_A.weight")
-        place = places[f"{layer}.weight"]
+        place = layout.places[layer]
         adapter = _Adapter(place.start, a, adapters[f"{layer}.lora_B.weight"])
         by_their_layer.setdefault(place.name.removesuffix(".weight"), []).append(adapter)
 
@@ -227,23 +286,23 @@ def _export_adapters(
     partial: set[str] = set()
     """layers in which adapters are for a part of the rows"""
     for layer, of_layer in by_their_layer.items():
-        n_out = shapes[f"{layer}.weight"][1 if family.transposed else 0]
-        a, b = _combine_adapters(of_layer, n_out)
+        a, b = _combine_adapters(of_layer, layout.n_out[layer])
         if len(b) > len(of_layer[0].b):  # the layer is several of ours
             partial.add(re.sub(r"\.\d+\.", ".*.", layer))
         tensors[f"base_model.model.{layer}.lora_A.weight"] = Rows(a.to(dtype), 0)
         tensors[f"base_model.model.{layer}.lora_B.weight"] = Rows(b.to(dtype), 0)
-        _, layer_in_block = re.split(r"\.\d+\.", layer)
+        _, layer_in_block = re.split(r"\.\d+\.", layer, maxsplit=1)
         ranks[layer_in_block] = len(a)
 
-    files = {
-        "adapter_config.json": _write_peft_config(manifest.base, adapters.config, ranks, family)
-    }
+    peft_config = _write_peft_config(
+        manifest.base, adapters.config, ranks, transposed=layout.transposed
+    )
+    files = {"adapter_config.json": peft_config}
     tokenizer = _load_tokenizer(directory, manifest)
     if tokenizer is not None:
         files |= _convert_tokenizer(tokenizer, tokenizer.bos_id)
     n_bytes = sum(tensor.nbytes for tensor, _ in tensors.values())
-    with _make_draft(out, n_bytes) as draft:
+    with make_draft(out, n_bytes) as draft:
         write_tensors(draft / "adapter_model.safetensors", tensors)
         for name, content in files.items():
             (draft / name).write_bytes(content)
@@ -251,6 +310,34 @@ def _export_adapters(
         cause = "B has blocks of zeros, as each part of the layer has an adapter or none"
         warn(f"{layer}: {cause}: PEFT computes the same, but would train the zeros, too")
     return n_bytes
+
+
+class _Layout(NamedTuple):
+    """Where transformers has our linear layers."""
+
+    places: Mapping[str, Place]
+    """in its layers, by our layer"""
+    n_out: Mapping[str, int]
+    """rows of its layers"""
+    transposed: bool
+    """see `Family`"""
+
+
+def _find_layout(config: AnyModelConfig) -> _Layout:
+    places: dict[str, Place] = {}
+    n_out: dict[str, int] = {}
+    if isinstance(config, TransformersConfig):
+        for name, (n_rows, _) in name_linear_layers(config).items():
+            places[f"{NETWORK}.{name}"] = Place(name, start=0, transposed=False)
+            n_out[name] = n_rows
+        return _Layout(places, n_out, transposed=False)
+    family = config_json.find_family(config)
+    of_parameters, shapes = families.map_parameters(family, config)
+    for name, place in of_parameters.items():
+        places[name.removesuffix(".weight")] = place
+    for name, shape in shapes.items():
+        n_out[name.removesuffix(".weight")] = shape[1 if family.transposed else 0]
+    return _Layout(places, n_out, family.transposed)
 
 
 def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor, Tensor]:
@@ -272,7 +359,7 @@ def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor,
 
 
 def _write_peft_config(
-    base: Base, config: LoraConfig, ranks: Mapping[str, int], family: Family
+    base: Base, config: LoraConfig, ranks: Mapping[str, int], *, transposed: bool
 ) -> bytes:
     """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by layer."""
     name = base.source
@@ -297,7 +384,7 @@ def _write_peft_config(
         "target_modules": sorted(ranks),
         "rank_pattern": other_ranks,
         "alpha_pattern": other_alphas,
-        "fan_in_fan_out": family.transposed,
+        "fan_in_fan_out": transposed,
         "bias": "none",
         "inference_mode": True,
     }
@@ -306,58 +393,6 @@ def _write_peft_config(
 
 def _to_json(content: object) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
-
-
-@contextmanager
-def _make_draft(out: Path, needed: int) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `out` on success and is deleted on failure.
-
-    Args:
-        needed: bytes of the disk.
-
-    Raises:
-        ConfigError: `out` cannot be created.
-        RunError: the disk is full or fails.
-    """
-    draft = out.with_name(f".{out.name}.draft")
-    try:
-        draft.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be created: {error.strerror}") from None
-    try:
-        with lock_directory(draft), ExitStack() as on_exit:
-            on_exit.callback(shutil.rmtree, draft, ignore_errors=True)
-            for left in draft.iterdir():  # by a command that was killed
-                left.unlink()
-            free = shutil.disk_usage(draft).free
-            if free < needed:
-                raise RunError(f"{out}: disk full: {needed:,} bytes are needed, {free:,} are free")
-            yield draft
-            draft.rename(out)
-    except (BlockingIOError, InUseError):
-        problem = "another process exports to it; wait for it, or use another directory"
-        raise RunError(f"{out}: {problem}") from None
-    except OSError as error:
-        raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
-
-
-@contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
-    """Lock `directory` until this process ends or leaves.
-
-    Raises:
-        BlockingIOError, InUseError: another process has locked it.
-    """
-    with ExitStack() as on_exit:
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        on_exit.callback(os.close, handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lease = lease_instead(directory, error)
-            on_exit.callback(shutil.rmtree, lease_directory(directory), ignore_errors=True)
-            on_exit.callback(lease.release)
-        yield
 
 
 def _convert_tokenizer(tokenizer: Tokenizer, bos_id: int | None) -> dict[str, bytes]:

@@ -5,7 +5,6 @@ Only safetensors files are read: weights in pickles (`.bin`) are refused.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lm import transformers_model
 from lm.checkpoint.compare import require_same_structure
 from lm.checkpoint.contents import match_tensors
-from lm.checkpoint.headers import TensorSlice, full_shape, read_headers
+from lm.checkpoint.headers import TensorSlice, full_shape
 from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
@@ -25,30 +25,45 @@ from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
 from lm.data import tokenizer
 from lm.data.files import download_from_hub
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError, RunError, limit_problems, oserror_as_config_error
-from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
+from lm.errors import (
+    ConfigError,
+    RunError,
+    error_prefix,
+    limit_problems,
+    oserror_as_config_error,
+)
 from lm.hf import config_json, families
+from lm.hf.conversion import open_conversion
+from lm.hf.examine import examine
 from lm.hf.families import Family
+from lm.hf.files import (
+    CONFIG_FILE,
+    READ_DTYPES,
+    SAFETENSORS_INDEX,
+    find_slices,
+    read_object,
+    refuse_quantized,
+)
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
 from lm.shards import local_rows
-from lm.training import nf4
+from lm.training import lora, nf4
+from lm.transformers_config import AnyModelConfig, TransformersConfig
+from lm.transformers_model import (
+    AnyModel,
+    TransformersModel,
+    build_network,
+    measure_sizes,
+    new_model,
+    text_config,
+)
 from lm.units import format_bytes
-from model import ModelConfig, Transformer
+from model import ModelConfig
 
-CONFIG_FILE = tokenizer.MODEL_CONFIG
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-SAFETENSORS_FILE = "model.safetensors"
 _STRUCTURE_FILES = (CONFIG_FILE, *tokenizer.SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
-WEIGHT_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Those in which weights are exported, by name."""
-READ_DTYPES = (*WEIGHT_DTYPES, "float64")
-
+ALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.md", "LICENSE*")
+"""of a model on the Hub that is exported again"""
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save: causal masks and rotary frequencies."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
@@ -130,8 +145,9 @@ class Structure(NamedTuple):
 
     directory: Path
     """of its files other than weights, at least"""
-    family: Family
-    config: ModelConfig
+    config: AnyModelConfig
+    family: Family | None
+    """None = it is computed by its class in transformers"""
 
 
 def read_structure(source: str) -> Structure:
@@ -141,14 +157,58 @@ def read_structure(source: str) -> Structure:
     loaded; those of a directory are checked.
 
     Raises:
-        ConfigError: it cannot be downloaded, see `open_model`.
+        ConfigError: it cannot be downloaded, see `open_model`, `open_conversion` and `examine`.
     """
     directory = find_source(source, _STRUCTURE_FILES)
-    if Path(source).is_dir():
-        model = open_model(directory)
-        return Structure(directory, model.family, model.config)
     path = directory / CONFIG_FILE
-    return Structure(directory, *config_json.read_config(read_object(path), str(path)))
+    raw = read_config(source)
+    is_here = Path(source).is_dir()
+    if config_json.is_of_a_family(raw):
+        if is_here:
+            model = open_model(directory)
+            return Structure(directory, model.config, model.family)
+        family, config = config_json.read_config(raw, str(path))
+        return Structure(directory, config, family)
+    with error_prefix(str(path)):
+        config = examined_config(raw)
+    if is_here:
+        open_conversion(directory)
+    return Structure(directory, config, None)
+
+
+def read_config(source: str) -> dict[str, Any]:
+    """Return the content of the config.json of the Hugging Face model `source`."""
+    return read_object(find_source(source, _STRUCTURE_FILES) / CONFIG_FILE)
+
+
+def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
+    """Return the model of transformers that the content of a config.json describes, examined.
+
+    Raises:
+        ConfigError: transformers does not have it, or its class cannot be trained exactly.
+    """
+    refuse_quantized(raw)
+    values = text_config(raw)
+    examination = examine(values)
+    refusals = examination.refusals()
+    if refusals:
+        raise ConfigError(*refusals)
+    length = DEFAULT_LENGTH
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(values.get(key), int):
+            length = values[key]
+            break
+    return TransformersConfig(
+        transformers_config=values,
+        examined=examination.examined(),
+        vocab_size=values["vocab_size"],
+        max_seq_len=length,
+        **measure_sizes(build_network(transformers_model.read_config(values)))._asdict(),
+    )
+
+
+DEFAULT_LENGTH = 2048
+"""tokens of models that do not limit them"""
 
 
 def model_defaults(source: str) -> dict[str, Any]:
@@ -158,7 +218,7 @@ def model_defaults(source: str) -> dict[str, Any]:
         ConfigError: it cannot be downloaded, see `open_model`, or its tokenizer does not fit it.
     """
     if is_model(source):
-        directory, _, config = read_structure(source)
+        directory, config, _ = read_structure(source)
         its_tokenizer = None
         if load_model_tokenizer(directory, config) is not None:
             its_tokenizer = str(directory)
@@ -177,12 +237,12 @@ def model_defaults(source: str) -> dict[str, Any]:
     else:
         return {}
     values = config.model_dump(mode="json")
-    if config.model is None:
-        del values["model"]
+    if values.get("model") is None:
+        values.pop("model", None)
     return values | {"tokenizer": its_tokenizer}
 
 
-def load_model_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
+def load_model_tokenizer(directory: Path, config: AnyModelConfig) -> Tokenizer | None:
     """Return the tokenizer in the directory of a Hugging Face model; None = it has none.
 
     Raises:
@@ -195,7 +255,7 @@ def load_model_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | No
     return found
 
 
-def load_into(model: Transformer, source: str, world: World, log: Callable[[str], None]) -> None:
+def load_into(model: AnyModel, source: str, world: World, log: Callable[[str], None]) -> None:
     """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
 
     Raises:
@@ -220,7 +280,7 @@ def describe_unused(source: str, names: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def read_directory(directory: Path, model: Transformer) -> Sequence[str]:
+def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
     """Fill this rank's shards of `model`, except for adapters, from `directory`.
 
     Args:
@@ -233,7 +293,11 @@ def read_directory(directory: Path, model: Transformer) -> Sequence[str]:
         ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
         RunError: a file is damaged, or holds inf or NaN.
     """
-    parameters = dict(model.named_parameters())
+    if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
+        conversion = open_conversion(directory)
+        conversion.read(model.network)
+        return ()
+    parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
         if parameters[name].dtype == torch.uint8:
@@ -268,7 +332,7 @@ class FoundWeights(NamedTuple):
     unused: Sequence[str] = ()
 
 
-def find_weights(directory: Path, config: ModelConfig) -> FoundWeights:
+def find_weights(directory: Path, config: AnyModelConfig) -> FoundWeights:
     """Return where each parameter of the model is.
 
     Args:
@@ -284,7 +348,7 @@ def find_weights(directory: Path, config: ModelConfig) -> FoundWeights:
     manifest = read_manifest(directory)
     require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):
-        state = Transformer(config).state_dict()
+        state = lora.trained_parameters(new_model(config))
     found = find_tensors(directory, manifest)
     matched = match_tensors(directory, found, {"model": state})
     return FoundWeights({entry.name: entry.source for entry in matched})
@@ -308,12 +372,7 @@ def _find_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice
     Their names are those in a model with a head. If the bare model was saved, its own prefix is
     missing in the files.
     """
-    paths = list_weight_files(directory)
-    for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"{path}: missing; download the directory again")
-    # The Hub's cache consists of links, of which several can be to the same file.
-    found = read_headers({follow_links(path): None for path in paths})
+    found = find_slices(directory)
     bare_model, _, _ = family.modules["embedding.tokens"].partition(".")
     is_bare = not any(name.startswith(f"{bare_model}.") for name in found)
     tensors: dict[str, list[TensorSlice]] = {}
@@ -348,59 +407,3 @@ def _compare_tensors(
                 f"{name}: {list(shape)} in the file, {list(shapes[name])} in {CONFIG_FILE}"
             )
     return problems
-
-
-def list_weight_files(directory: Path) -> list[Path]:
-    """Return the paths of the weights of the Hugging Face model in `directory`.
-
-    Raises:
-        ConfigError: it has no safetensors files, or two sets of them, or its index is damaged.
-    """
-    index = directory / SAFETENSORS_INDEX
-    single = directory / SAFETENSORS_FILE
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        names: list[str] = []
-        if isinstance(weight_map, dict):
-            names = sorted(set(map(str, weight_map.values())))
-        is_outside = any(name != Path(name).name or name in ("", "..") for name in names)
-        if not names or is_outside:
-            raise ConfigError(f"{index}: weight_map must contain file names in this directory")
-        shards = [directory / name for name in names]
-        if single in shards or not single.is_file():
-            return shards
-        if all(path.is_file() for path in shards):
-            problem = f"has two sets of weights, {SAFETENSORS_FILE} and those of {index.name}"
-            raise ConfigError(f"{directory}: {problem}; move one of them to another directory")
-    if single.is_file():
-        return [single]
-    found = "neither exists"
-    pickles = [*directory.glob("*.bin"), *directory.glob("*.pth")]
-    if pickles:
-        found = f"{pickles[0].name} is a pickle, which can execute code, and is not read"
-    raise ConfigError(
-        f"{directory}: needs {SAFETENSORS_FILE} or {SAFETENSORS_INDEX}; {found}. To convert, load"
-        " it with transformers and save_pretrained(DIRECTORY, safe_serialization=True)"
-    )
-
-
-def follow_links(path: Path) -> Path:
-    """Return where the links at `path` lead; to open a link to itself is an OSError."""
-    return Path(os.path.realpath(path))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`."""
-    try:
-        content = parse_json(read_bytes(follow_links(path), MAX_JSON_BYTES))
-    except FileNotFoundError as error:
-        problem = f"{error.strerror}; a model directory needs one"
-    except OSError as error:
-        problem = str(error.strerror)
-    except ValueError as error:
-        problem = f"invalid JSON: {error}"
-    else:
-        if isinstance(content, dict):
-            return content
-        problem = "not a JSON object"
-    raise ConfigError(f"{path}: {problem}")

@@ -28,7 +28,7 @@ from lm.errors import RunError
 from lm.objectives.config import ObjectiveConfig
 from lm.objectives.objective import Losses, Objective
 from lm.runtime.world import World
-from model import Transformer
+from lm.transformers_model import AnyModel
 
 _UNKNOWN = 1.0
 """Of replies that are not computed yet: no log-probability is positive."""
@@ -70,7 +70,7 @@ class DPO(Objective):
         return bool((self.reference[pairs.replies] > 0).any())
 
     @torch.no_grad()
-    def compute_reference(self, model: Transformer, pairs: PairBatch) -> None:
+    def compute_reference(self, model: AnyModel, pairs: PairBatch) -> None:
         """Compute log ref of all replies with `model`, which is in train mode, as in a step."""
         self.reference[pairs.replies] = score_replies(model, pairs)
 
@@ -99,7 +99,7 @@ class DPO(Objective):
             loss = 1 / (4 * self._config.dpo_beta**2)
         return f"{found}; if it is 0, the loss is {loss:.6f}"
 
-    def losses(self, model: Transformer, micro_batch: MicroBatch | PairBatch) -> Losses:
+    def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         assert isinstance(micro_batch, PairBatch)
         log_probs = score_replies(model, micro_batch)
         rewards = self._config.dpo_beta * (log_probs - self.reference[micro_batch.replies])
@@ -132,7 +132,7 @@ class DPO(Objective):
         return -(1 - smoothing) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
 
 
-def score_replies(model: Transformer, pairs: PairBatch) -> Tensor:
+def score_replies(model: AnyModel, pairs: PairBatch) -> Tensor:
     """Return the log-probability of each reply after its prompt in nats, `(R,)` float64."""
     log_probs, _ = model(
         pairs.inputs, pairs.targets, document_ids=pairs.document_ids, queries=pairs.queries

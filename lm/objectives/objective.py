@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lm.data.loader import MicroBatch, PairBatch
-from model import Transformer
+from lm.transformers_model import AnyModel
 
 
 class Losses(NamedTuple):
@@ -32,7 +32,7 @@ class Objective(ABC):
     """names of what is reported besides the loss, as means over the terms"""
 
     @abstractmethod
-    def losses(self, model: Transformer, micro_batch: MicroBatch | PairBatch) -> Losses:
+    def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         """Return the sums over the terms of a micro-batch."""
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ class Objective(ABC):
 class NextToken(Objective):
     """Terms are the targets: -log p of the next token."""
 
-    def losses(self, model: Transformer, micro_batch: MicroBatch | PairBatch) -> Losses:
+    def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         assert isinstance(micro_batch, MicroBatch)
         loss_sum = model(*micro_batch)
         return Losses(loss_sum, loss_sum.new_empty(0))

@@ -179,15 +179,15 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
             micro-batches.
     """
     n_kinds = 1
-    if hp.model.layer_pattern is not None:
-        n_kinds = len(hp.model.layer_pattern)
-    few = 5 + (hp.model.n_layers - 5) % n_kinds  # as many blocks of each kind at the ends
+    if hp.own_model.layer_pattern is not None:
+        n_kinds = len(hp.own_model.layer_pattern)
+    few = 5 + (hp.own_model.n_layers - 5) % n_kinds  # as many blocks of each kind at the ends
     more = few + n_kinds
-    if hp.model.n_layers <= more:
+    if hp.own_model.n_layers <= more:
         return take_step(hp, ranks)
     of_few = take_step(hp.replace(n_layers=few), ranks)
     of_more = take_step(hp.replace(n_layers=more), ranks)
-    times = (hp.model.n_layers - few) // n_kinds
+    times = (hp.own_model.n_layers - few) // n_kinds
     peaks: dict[str, Memory] = {}
     for phase, memory in of_few.items():
         peak = dict(memory)
@@ -213,8 +213,9 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
         mesh = make_mesh("cpu", shape)
         with FakeTensorMode(allow_non_fake_inputs=True), live.seeing_resized():
             model = build_model(hp, mesh, ranks.dtype)
+            assert isinstance(model, Transformer)
             limit = find_logits_limit(torch.device(ranks.device_type), int(ranks.memory))
-            model.head.logits_limit = limit
+            model.head.loss.logits_limit = limit
             optimizer = optim.Optimizer(
                 hp.optim, model.named_parameters(), compute_dtype=ranks.dtype
             )
@@ -243,8 +244,10 @@ def _without_masks(hp: Hyperparameters, ranks: Ranks) -> Hyperparameters:
     changes: dict[str, Any] = {"compile": False, "float8": None}
     if ranks.on_gpu:
         changes |= {"dropout": 0.0, "sliding_window": None}
-        if hp.model.layer_pattern is not None:
-            kinds = [k.model_copy(update={"sliding_window": None}) for k in hp.model.layer_pattern]
+        if hp.own_model.layer_pattern is not None:
+            kinds = [
+                k.model_copy(update={"sliding_window": None}) for k in hp.own_model.layer_pattern
+            ]
             changes["layer_pattern"] = tuple(kinds)
     return hp.replace(**changes)
 

@@ -25,6 +25,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 from lm.model_config import ModelConfig
 from lm.tasks.task import Norm, Question, Task
+from lm.transformers_config import AnyModelConfig
 
 Ids = NDArray[np.int64]
 """of tokens, `(n,)`"""
@@ -94,7 +95,7 @@ class TokenizedTask:
         return [f"{self.name}: {cut} max_seq_len {self.max_seq_len}, and cut from the left"]
 
 
-def tokenize(task: Task, tokenizer: Tokenizer, config: ModelConfig) -> TokenizedTask:
+def tokenize(task: Task, tokenizer: Tokenizer, config: AnyModelConfig) -> TokenizedTask:
     """Return the sequences that a model of `config` reads to score `task`.
 
     Raises:
@@ -182,7 +183,7 @@ def _find_context(ids: Ids, context_ids: NDArray[np.integer], start_id: int) -> 
 
 
 def _pack(
-    choices: Sequence[EncodedChoice], first: int, config: ModelConfig
+    choices: Sequence[EncodedChoice], first: int, config: AnyModelConfig
 ) -> list[PackedSequence]:
     """Return the sequences of a question whose choices have the numbers `first`, `first + 1` etc.
 
@@ -192,7 +193,7 @@ def _pack(
     for number, (ids, n_context) in enumerate(choices, first):
         for context, targets in _windows(ids, n_context, config.max_seq_len):
             shares = False
-            if sequences:
+            if sequences and isinstance(config, ModelConfig):  # others attend to all before
                 last = sequences[-1]
                 fits = len(last) + len(targets) - 1 <= config.max_seq_len
                 shares = fits and np.array_equal(last.context, context)
@@ -216,7 +217,9 @@ def _windows(ids: Ids, n_context: int, max_seq_len: int) -> Iterator[tuple[Ids, 
         first = end
 
 
-def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[list[PackedSequence]]:
+def _divide(
+    sequences: Sequence[PackedSequence], config: AnyModelConfig
+) -> list[list[PackedSequence]]:
     """Divide sequences, the longest first, into batches.
 
     A batch has, with padding, at most `max_seq_len` tokens, and if that is more, `_BATCH_TOKENS`,
@@ -235,7 +238,7 @@ def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[li
     return batches
 
 
-def _padded_length(length: int, config: ModelConfig) -> int:
+def _padded_length(length: int, config: AnyModelConfig) -> int:
     return min(_PAD_MULTIPLE * math.ceil(length / _PAD_MULTIPLE), config.max_seq_len)
 
 
@@ -255,7 +258,7 @@ class ModelInputs(NamedTuple):
 
 
 def make_inputs(
-    batch: Sequence[PackedSequence], config: ModelConfig, device: torch.device
+    batch: Sequence[PackedSequence], config: AnyModelConfig, device: torch.device
 ) -> ModelInputs:
     """Return `batch` as tensors on `device`, padded on the right."""
     length = _padded_length(max(map(len, batch)), config)
@@ -288,6 +291,8 @@ def make_inputs(
         targets=to_device(np.concatenate(targets)),
         queries=to_device(np.concatenate(queries)),
     )
+    if not isinstance(config, ModelConfig):
+        return inputs
     windows = [kind.sliding_window for kind in config.attention_kinds]
     is_windowed = any(window is not None and window < length for window in windows)
     # With a mask, windows need no FlexAttention, which is slow if it is not compiled.

@@ -23,7 +23,7 @@ from lm.runtime.world import World
 from lm.sampling import varying_lengths
 from lm.tasks.packing import PackedSequence, TokenizedTask, list_parts, make_inputs
 from lm.tasks.task import Norm, metric_names
-from model import Transformer
+from lm.transformers_model import AnyModel
 
 
 class PartScores(NamedTuple):
@@ -48,7 +48,7 @@ class ChoiceScores:
 class Scorer:
     """Scores one task with all ranks together."""
 
-    def __init__(self, task: TokenizedTask, model: Transformer, world: World) -> None:
+    def __init__(self, task: TokenizedTask, model: AnyModel, world: World) -> None:
         self.task = task
         self.n_steps = math.ceil(len(task.batches) / world.size)
         self._model = model

@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied
-from lm.model_config import MAX_LAYERS, ModelConfig
+from lm.model_config import MAX_LAYERS
+from lm.transformers_config import AnyModelConfig, LinearLayers, TransformersConfig
 
 NF4_BLOCK = 64
 """Weights per scale in NF4."""
@@ -76,9 +77,23 @@ class LoraConfig(Config, frozen=True):
         return rank
 
 
-def adapter_problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+def linear_layers(model: AnyModelConfig) -> list[LinearLayers]:
+    """Return the linear layers of all blocks."""
+    if isinstance(model, TransformersConfig):
+        return model.linear_layers
+    layers: list[LinearLayers] = []
+    for kind, (out, inner) in model.layer_shapes.items():
+        layers.append(LinearLayers(kind=kind, out=out, inner=inner, count=model.n_layers))
+    return layers
+
+
+def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values do not fit the model, with the reason and the remedy."""
-    shapes = model.layer_shapes
+    shapes: dict[str, tuple[int, int]] = {}
+    """the smallest of each kind"""
+    for layers in linear_layers(model):
+        shape = (layers.out, layers.inner)
+        shapes[layers.kind] = min(shape, shapes.get(layers.kind, shape), key=min)
     if config.base_dtype == "nf4":
         for name, (out, inner) in shapes.items():
             if inner % NF4_BLOCK:
@@ -99,25 +114,26 @@ def adapter_problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[s
         yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {limit}"
 
 
-def adapter_structure(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
+def adapter_structure(config: LoraConfig, model: AnyModelConfig) -> dict[str, Any]:
     """Return the keys on which the meaning of adapters depends, with what null stands for."""
-    targets = set(config.lora_targets or model.layer_shapes)
+    targets = set(config.lora_targets or (layers.kind for layers in linear_layers(model)))
     keys = ("lora_rank", "lora_alpha", "use_rslora")
     return {**config.model_dump(include=set(keys)), "lora_targets": sorted(targets)}
 
 
-def n_trained_parameters(config: LoraConfig, model: ModelConfig) -> int:
+def n_trained_parameters(config: LoraConfig, model: AnyModelConfig) -> int:
     """Return the number of trained parameters: those of the adapters, or all."""
     if config.lora_rank is None:
         return model.n_parameters
-    shapes = model.layer_shapes
-    targets = set(config.lora_targets or shapes)
-    # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
-    n_per_rank = sum(sum(shapes[name]) for name in targets)
-    return model.n_layers * config.lora_rank * n_per_rank
+    n_per_rank = 0
+    for layers in linear_layers(model):
+        if config.lora_targets is None or layers.kind in config.lora_targets:
+            # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
+            n_per_rank += layers.count * (layers.out + layers.inner)
+    return config.lora_rank * n_per_rank
 
 
-def training_flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
+def training_flops_per_token(config: LoraConfig, model: AnyModelConfig) -> float:
     """Return the FLOPs per token of forward and backward at `max_seq_len`, adapters included.
 
     Of the six per weight of a matrix product (two each for the output, the gradient of the input
@@ -126,10 +142,13 @@ def training_flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
     flops = model.flops_per_token(model.max_seq_len)
     if config.lora_rank is None:
         return flops
+    of_adapters = 6 * n_trained_parameters(config, model)
+    if isinstance(model, TransformersConfig):
+        return flops * 4 / 6 + of_adapters  # all of them are products with frozen weights
     n_in_block = sum(out * inner for out, inner in model.layer_shapes.values())
     n_in_head = model.vocab_size * model.d_model
     n_frozen = model.n_layers * n_in_block + n_in_head
-    return flops - 2 * n_frozen + 6 * n_trained_parameters(config, model)
+    return flops - 2 * n_frozen + of_adapters
 
 
 # ---- optimizer

@@ -11,17 +11,21 @@ shrink with the rank (Kalajdzievski, 2023).
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.model_config import ModelConfig
 from lm.training import nf4
 from lm.training.config import LoraConfig
 from lm.training.nf4 import NF4Linear
+from lm.transformers_config import AnyModelConfig
+from lm.transformers_model import TransformersModel, new_model
 from model import InitRule, Transformer
+
+AdaptedModel = TypeVar("AdaptedModel", bound=Transformer | TransformersModel)
 
 
 class LoraLinear(nn.Module):
@@ -46,7 +50,9 @@ class LoraLinear(nn.Module):
         return self.product(x, self.weight, self.bias) + self.lora_B(low_rank)
 
 
-def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | None) -> Transformer:
+def add_adapters(
+    model: AdaptedModel, config: LoraConfig, dtype: torch.dtype | None
+) -> AdaptedModel:
     """Freeze `model` in `dtype` (None = float32) and `base_dtype`, and add adapters, in place.
 
     Does nothing if `lora_rank` is null.
@@ -55,7 +61,7 @@ def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | No
         return model
     for parameter in model.requires_grad_(False).parameters():
         parameter.data = parameter.data.to(dtype or torch.float32)
-    for parent in list(model.blocks.modules()):
+    for parent in [module for block in model.blocks for module in block.modules()]:
         for name, layer in list(parent.named_children()):
             if not isinstance(layer, nn.Linear):
                 continue
@@ -79,17 +85,26 @@ def adapter_init_rule(name: str, parameter: Tensor) -> InitRule | None:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the live parameters that are trained; those of a checkpoint."""
+    """Return the live tensors that a checkpoint holds: the adapters, or all, each once.
+
+    All are those of a complete model: also what a class of transformers has besides trained
+    parameters, e.g. biases that no gradient changes.
+    """
     state = model.state_dict(keep_vars=True)  # FSDP reshards first
-    return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
+    has_adapters = any(isinstance(module, LoraLinear) for module in model.modules())
+    found: dict[Tensor, str] = {}
+    for name, tensor in state.items():
+        if tensor.requires_grad or not has_adapters:
+            found.setdefault(tensor, name)
+    return {name: tensor.detach() for tensor, name in found.items()}
 
 
 class Adapters(dict[str, Tensor]):
     """Adapters in one process, to be loaded and then merged into the weights of their base."""
 
-    def __init__(self, config: LoraConfig, model: ModelConfig) -> None:
+    def __init__(self, config: LoraConfig, model: AnyModelConfig) -> None:
         with torch.device("meta"):
-            adapted = add_adapters(Transformer(model), config, None)
+            adapted = add_adapters(new_model(model), config, None)
         super().__init__()
         for name, tensor in trained_parameters(adapted).items():
             self[name] = torch.empty(tensor.shape)
@@ -97,8 +112,15 @@ class Adapters(dict[str, Tensor]):
 
     def merge(self, name: str, weight: Tensor) -> None:
         """Add what the adapter of the base weight `name`, if any, contributes, in place."""
-        layer = name.removesuffix(".weight")
-        a = self.get(f"{layer}.lora_A.weight")
-        b = self.get(f"{layer}.lora_B.weight")
-        if a is not None and b is not None:
-            weight += (self.config.lora_scale * (b @ a)).to(weight.device)
+        merge_adapter(self, self.config, name, weight)
+
+
+def merge_adapter(
+    adapters: Mapping[str, Tensor], config: LoraConfig, name: str, weight: Tensor
+) -> None:
+    """Add to the base weight `name` what its adapter contributes, in place; nothing without one."""
+    layer = name.removesuffix(".weight")
+    a = adapters.get(f"{layer}.lora_A.weight")
+    b = adapters.get(f"{layer}.lora_B.weight")
+    if a is not None and b is not None:
+        weight += (config.lora_scale * (b @ a)).to(weight.device)

@@ -26,7 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
+    fully_shard,
 )
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -44,6 +46,7 @@ from lm.training.config import ParallelConfig
 from lm.training.float8 import compute_scales, convert_to_float8
 from lm.training.offload import ActivationOffload
 from lm.training.transfer import UNSCALED, Transfer
+from lm.transformers_model import AnyModel
 from model import Transformer, compiler_options
 
 OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -78,7 +81,7 @@ def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> 
 
 
 def transform_blocks(
-    model: Transformer, config: ParallelConfig, mesh: DeviceMesh, float8: str | None
+    model: AnyModel, config: ParallelConfig, mesh: DeviceMesh, float8: str | None
 ) -> None:
     """Let the blocks of `model` compute in float8, recompute, be compiled and offload, in place.
 
@@ -95,13 +98,15 @@ def transform_blocks(
 
     if float8:
         shards = 1 if config.cpu_offload else mesh["shard"].size()
+        assert isinstance(model, Transformer)
         convert_to_float8(model.blocks, float8, on_gpu, shards)
 
     # Inside the compiled region, so that the compiler sees what is recomputed.
     if config.activation_checkpointing != "none":
         apply_activation_checkpointing(model, config.activation_checkpointing)
 
-    if config.compiles(on_gpu, float8):
+    # Classes of transformers decide in Python what they compute, e.g. by positions.
+    if config.compiles(on_gpu, float8) and isinstance(model, Transformer):
         options = compiler_options()
         if float8 == "rowwise" and on_gpu:
             # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
@@ -131,7 +136,7 @@ They take most of the time, or, as the maxima for the scales of float8, little m
 """
 
 
-def apply_activation_checkpointing(model: Transformer, mode: Literal["selective", "full"]) -> None:
+def apply_activation_checkpointing(model: AnyModel, mode: Literal["selective", "full"]) -> None:
     """Let each block recompute in backward what `mode` does not save."""
     for block in model.blocks:
         block.forward = partial(checkpoint_function(mode), block.forward)
@@ -168,7 +173,8 @@ def apply_compile(model: Transformer, options: Mapping[str, Any]) -> None:
     compile_graph = partial(torch.compile, fullgraph=True, options=dict(options))
     for block in model.blocks:
         block.forward = compile_graph(block.forward)
-    model.head.chunk_cross_entropy = compile_graph(model.head.chunk_cross_entropy, dynamic=False)
+    loss = model.head.loss
+    loss.chunk_cross_entropy = compile_graph(loss.chunk_cross_entropy, dynamic=False)
 
 
 def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
@@ -178,7 +184,28 @@ def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
     return OffloadPolicy()
 
 
-def tune_gathers(model: Transformer, float8: str | None) -> None:
+def shard_in_float32(
+    model: AnyModel, dtype: torch.dtype | None, fsdp_options: Mapping[str, Any]
+) -> None:
+    """Shard the modules whose parameters a class of transformers keeps in float32, as such.
+
+    Their children are other units, in the compute dtype. Convolutions are no units, as
+    some classes use their weights without calling them.
+    """
+    if isinstance(model, Transformer):
+        return
+    of_float32 = {**fsdp_options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    modules = model.float32_modules(dtype)
+    for module in reversed(modules):  # those inside of others first
+        for child in module.children():
+            is_convolution = isinstance(child, nn.Conv1d)
+            has_parameters = any(True for _ in child.parameters())
+            if child not in modules and has_parameters and not is_convolution:
+                fully_shard(child, **fsdp_options)
+        fully_shard(module, **of_float32)
+
+
+def tune_gathers(model: AnyModel, float8: str | None) -> None:
     """Let a sharded model gather nothing again that backward has already, or does not need."""
     # Backward starts with the root and the head, so resharding them after forward is of no use.
     assert isinstance(model, FSDPModule)
@@ -221,7 +248,7 @@ _CHUNK_SIZE = 1 << 20
 
 
 @torch.no_grad()
-def initialize_parameters(model: Transformer, seed: int, transfer: Transfer = UNSCALED) -> None:
+def initialize_parameters(model: AnyModel, seed: int, transfer: Transfer = UNSCALED) -> None:
     """Fill this rank's shard of every trained parameter according to its `InitRule`.
 
     A parameter is divided along its first dimension into chunks with a seed each. A rank draws the
@@ -230,7 +257,11 @@ def initialize_parameters(model: Transformer, seed: int, transfer: Transfer = UN
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue  # the base of adapters, which is read from `init_from`
-        rule = lora.adapter_init_rule(name, parameter) or transfer.init_rule(model, name)
+        rule = lora.adapter_init_rule(name, parameter)
+        if rule is None:
+            if not isinstance(model, Transformer):
+                continue  # the weights of `init_from` or of a checkpoint, which fill all
+            rule = transfer.init_rule(model, name)
         shard, shard_start = local_rows(parameter)
         if rule.kind == "constant":
             shard.fill_(rule.value)

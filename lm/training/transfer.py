@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lm.model_config import ModelConfig
 from lm.training.config import TransferConfig
+from lm.transformers_config import AnyModelConfig, TransformersConfig
 from model import InitRule, Transformer
 
 
@@ -78,8 +78,10 @@ class Transfer:
     uses_muon: bool = False
 
     @classmethod
-    def of(cls, config: TransferConfig, model: ModelConfig, optimizer: str) -> Transfer:
+    def of(cls, config: TransferConfig, model: AnyModelConfig, optimizer: str) -> Transfer:
         """Return the transfer to `model`, trained by `optimizer`."""
+        if isinstance(model, TransformersConfig):
+            return cls()
         width_ratio = 1.0
         if config.base_width is not None:
             width_ratio = model.d_model / config.base_width

@@ -1,0 +1,452 @@
+"""What of a class of transformers can be trained exactly here: asked of the class itself.
+
+A small random model of the class (lm/hf/small_config.py) computes in float32, on one core, in less
+than a second, each question by the class's own forward and as a run would:
+
+    hidden_states  logits are the product of the last hidden states and the output matrix
+    causality      a later token changes no earlier logit
+    padding        rows that are padded at the end are as each alone, with gradients
+    packing        documents in one row, told apart by positions, are as each alone, with gradients
+    gradients      every parameter gets a gradient, or is named
+    recomputation  layers recomputed in backward give the same gradients
+    cache          tokens read one by one, with a cache, give the logits of complete sequences
+    lora           adapters that are merged compute what they did
+
+Without causality, padding, or gradients a model is refused. What else does not hold is turned off.
+Results are kept in the user's cache, by config, versions and code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from lm.data.cache import cached
+from lm.errors import ConfigError
+from lm.hf.small_config import VOCABULARY, small_configs
+from lm.training import lora, parallelize
+from lm.training.lora import LoraConfig
+from lm.transformers_config import Examined, TransformersConfig
+from lm.transformers_model import (
+    TransformersModel,
+    build_network,
+    measure_sizes,
+    one_line,
+    read_config,
+    without_numbers,
+)
+from model import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOLERANCE = 1e-4
+"""of the largest value: what float32 sums in another order stay below"""
+_DOCUMENTS = (20, 9, 13)
+"""tokens; more than windows and convolutions have"""
+_SEED = 7
+
+Question = Literal[
+    "hidden_states",
+    "causality",
+    "padding",
+    "packing",
+    "gradients",
+    "recomputation",
+    "cache",
+    "lora",
+]
+_NEEDED: Mapping[Question, str] = {
+    "causality": "a later token changes earlier logits",
+    "padding": "padding after a row changes what it computes",
+    "gradients": "parameters get no gradient",
+}
+"""Without which a class is refused -> why."""
+_KERNELS = ("flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels")
+
+
+class Finding(BaseModel, frozen=True):
+    """The answer to a question."""
+
+    holds: bool
+    detail: str = ""
+    """what was found, if it does not hold"""
+
+
+class Examination(BaseModel, frozen=True):
+    """The answers for a class."""
+
+    class_name: str
+    findings: dict[Question, Finding]
+    untrained: list[str]
+    """parameters that get no gradient, as `without_numbers` names them"""
+    seconds: float
+
+    def examined(self) -> Examined:
+        """Return what a run depends on."""
+        return Examined(
+            hidden_states=self.findings["hidden_states"].holds,
+            packing=self.findings["packing"].holds,
+            cache=self.findings["cache"].holds,
+            recomputation=self.findings["recomputation"].holds,
+            lora=self.findings["lora"].holds,
+            untrained=self.untrained,
+        )
+
+    def refusals(self) -> list[str]:
+        """Return why the class cannot be trained exactly; [] if it can."""
+        reasons: list[str] = []
+        for question, problem in _NEEDED.items():
+            finding = self.findings[question]
+            if not finding.holds:
+                reasons.append(f"{self.class_name}: {problem} ({finding.detail})")
+        return reasons
+
+    def describe(self) -> list[str]:
+        """Return a line for each question."""
+        lines = [f"{self.class_name}, examined in {self.seconds:.1f} s"]
+        for question, finding in self.findings.items():
+            answer = "holds" if finding.holds else f"does not hold: {finding.detail}"
+            lines.append(f"  {question:<13}  {answer}")
+        if self.untrained:
+            lines.append(f"  no gradient:   {', '.join(self.untrained)}")
+        return lines
+
+
+def examine(values: Mapping[str, Any]) -> Examination:
+    """Return the answers for the class of the complete config `values`, from the cache if possible.
+
+    Raises:
+        ConfigError: no small model of it can be built, or it fails.
+    """
+
+    def build(directory: Path) -> None:
+        found = _examine(values)
+        (directory / _RESULT).write_text(found.model_dump_json(indent=1))
+
+    entry = cached({"examination": values, "versions": _versions()}, build)
+    return Examination.model_validate_json((entry / _RESULT).read_bytes())
+
+
+_RESULT = "examination.json"
+
+
+def _versions() -> list[str]:
+    """Return what the answers depend on besides the config: versions, and this code."""
+    versions = [f"torch {torch.__version__}"]
+    for name in ("transformers", *_KERNELS):
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    here = Path(__file__)
+    code = (here, here.with_name("small_config.py"), here.parent.parent / "transformers_model.py")
+    versions += [sha256(path.read_bytes()).hexdigest() for path in code]
+    return versions
+
+
+def _examine(values: Mapping[str, Any]) -> Examination:
+    started = time.monotonic()
+    threads = torch.get_num_threads()
+    state = torch.get_rng_state()
+    torch.set_num_threads(1)
+    try:
+        small = _build_small(values)
+        findings, untrained = _ask(small)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+    return Examination(
+        class_name=type(small.network).__name__,
+        findings=findings,
+        untrained=untrained,
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+class _Small(NamedTuple):
+    """A small random model of a class."""
+
+    config: dict[str, Any]
+    network: PreTrainedModel
+    """as transformers builds it"""
+
+
+def _build_small(values: Mapping[str, Any]) -> _Small:
+    """Return a small random model, the smallest of `small_configs` that computes."""
+    problem = ""
+    for config in small_configs(values):
+        try:
+            network = build_network(read_config(config), on_meta=False)
+            _randomize(network)
+            network.train()
+            _logits(network, _tokens(_DOCUMENTS[0]))
+        except Exception as error:  # a config that the class refuses, in any way
+            problem = problem or one_line(error)
+            continue
+        return _Small(config, network)
+    model_type = values.get("model_type")
+    raise ConfigError(f"{model_type}: cannot be examined, no small model of it computes: {problem}")
+
+
+@torch.no_grad()
+def _randomize(network: nn.Module) -> None:
+    """Draw weights with which every part of the model changes its logits."""
+    generator = torch.Generator().manual_seed(_SEED)
+    for parameter in network.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter += 0.1 * noise
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight *= module.weight.shape[-1] ** 0.5
+
+
+def _tokens(length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED + seed)
+    return torch.randint(2, VOCABULARY - 2, (1, length), generator=generator)
+
+
+def _logits(network: nn.Module, tokens: Tensor) -> Tensor:
+    """Return logits `(B, T, V)` as the class computes them."""
+    return network(input_ids=tokens).logits
+
+
+def _compare(found: Tensor, expected: Tensor, what: str) -> Finding:
+    """Return whether two tensors are equal up to rounding."""
+    scale = expected.abs().max().item()
+    difference = (found - expected).abs().max().item()
+    if difference <= TOLERANCE * max(scale, 1e-3):  # not if NaN
+        return Finding(holds=True)
+    return Finding(holds=False, detail=f"{what} differ by {difference:.2g} of up to {scale:.2g}")
+
+
+Gradients = Mapping[str, Tensor | None]
+
+
+def _compare_gradients(found: Gradients, expected: Gradients) -> Finding:
+    for name, gradient in expected.items():
+        other = found[name]
+        if gradient is None and other is None:
+            continue
+        if gradient is None or other is None:
+            return Finding(holds=False, detail=f"only one has a gradient of {name}")
+        finding = _compare(other, gradient, f"gradients of {without_numbers(name)}")
+        if not finding.holds:
+            return finding
+    return Finding(holds=True)
+
+
+def _gradients(network: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
+    network.zero_grad()
+    loss.backward()
+    gradients: dict[str, Tensor | None] = {}
+    for name, parameter in network.named_parameters():
+        gradients[name] = None if parameter.grad is None else parameter.grad.clone()
+    return gradients
+
+
+def _attempt(question: Callable[[], Finding]) -> Finding:
+    """Return the answer to a question; an exception is one, too."""
+    try:
+        return question()
+    except Exception as error:
+        return Finding(holds=False, detail=one_line(error))
+
+
+def _ask(small: _Small) -> tuple[dict[Question, Finding], list[str]]:
+    """Return the answer to each question, and what gets no gradient."""
+    findings: dict[Question, Finding] = {}
+    findings["hidden_states"] = _attempt(partial(_ask_hidden_states, small.network))
+    exam = _Exam(small, hidden_states=findings["hidden_states"].holds)
+    for question in get_args(Question)[1:]:
+        findings[question] = _attempt(getattr(exam, question))
+    return findings, exam.untrained
+
+
+@torch.no_grad()
+def _ask_hidden_states(network: Any) -> Finding:
+    if network.base_model is network:
+        return Finding(holds=False, detail="the class has no part without its head")
+    head = network.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return Finding(holds=False, detail="the head is no matrix without a bias")
+    tokens = _tokens(_DOCUMENTS[0])
+    states = network.base_model(input_ids=tokens).last_hidden_state
+    return _compare(F.linear(states, head.weight), _logits(network, tokens), "logits")
+
+
+class _Exam:
+    """The questions about a class, as a run would use it."""
+
+    def __init__(self, small: _Small, *, hidden_states: bool) -> None:
+        self.small = small
+        self.hidden_states = hidden_states
+        self.documents = [_tokens(length, i) for i, length in enumerate(_DOCUMENTS)]
+
+    def build(self) -> TransformersModel:
+        """Return the model of a run with the weights of the small one."""
+        examined = Examined(
+            hidden_states=self.hidden_states,
+            packing=True,
+            cache=True,
+            recomputation=True,
+            lora=True,
+            untrained=self.untrained,
+        )
+        config = TransformersConfig(
+            transformers_config=self.small.config,
+            examined=examined,
+            vocab_size=VOCABULARY,
+            max_seq_len=128,
+            **measure_sizes(self.small.network)._asdict(),
+        )
+        model = TransformersModel(config)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, tensor in self.small.network.state_dict(keep_vars=True).items():
+                model.network.state_dict(keep_vars=True)[name].copy_(tensor)
+        return model.train()
+
+    @cached_property
+    def untrained(self) -> list[str]:
+        names: dict[str, None] = {}
+        for name, gradient in self.gradients_alone.items():
+            if gradient is None:
+                names[without_numbers(name)] = None
+        return list(names)
+
+    @cached_property
+    def model(self) -> TransformersModel:
+        return self.build()
+
+    @cached_property
+    def alone(self) -> list[Tensor]:
+        """Logits of each document alone, as the class computes them."""
+        with torch.no_grad():
+            return [_logits(self.small.network, document) for document in self.documents]
+
+    @cached_property
+    def gradients_alone(self) -> Gradients:
+        """Gradients of the sum of the losses of the documents, as the class computes them."""
+        with torch.enable_grad():  # whoever asks first
+            loss = torch.zeros(())
+            for document in self.documents:
+                logits = _logits(self.small.network, document[:, :-1])
+                loss = loss + F.cross_entropy(logits[0].float(), document[0, 1:], reduction="sum")
+            return _gradients(self.small.network, loss)
+
+    def causality(self) -> Finding:
+        document = self.documents[0]
+        changed = document.clone()
+        changed[:, 15:] = _tokens(document.shape[1] - 15, seed=9)
+        with torch.no_grad():
+            logits = self.model(changed)
+        return _compare(logits[:, :15], self.alone[0][:, :15], "logits of earlier tokens")
+
+    def padding(self) -> Finding:
+        length = max(_DOCUMENTS)
+        rows = torch.zeros(len(_DOCUMENTS), length, dtype=torch.int64)
+        targets = torch.full_like(rows, IGNORE_INDEX)
+        for i, document in enumerate(self.documents):
+            rows[i, : document.shape[1]] = document[0]
+            targets[i, : document.shape[1] - 1] = document[0, 1:]
+        with torch.no_grad():
+            logits = self.model(rows)
+        for i, alone in enumerate(self.alone):
+            finding = _compare(logits[i, : alone.shape[1]], alone[0], "logits")
+            if not finding.holds:
+                return finding
+        return self._compare_losses(self.model, rows, targets, None)
+
+    def packing(self) -> Finding:
+        row = torch.cat(self.documents, dim=1)
+        lengths = torch.tensor(_DOCUMENTS)
+        document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        targets = torch.cat([row[:, 1:], row[:, :1]], dim=1)
+        targets[0, lengths.cumsum(0) - 1] = IGNORE_INDEX
+        with torch.no_grad():
+            logits = self.model(row, document_ids=document_ids)
+        finding = _compare(logits, torch.cat(self.alone, dim=1), "logits")
+        if not finding.holds:
+            return finding
+        return self._compare_losses(self.model, row, targets, document_ids)
+
+    def _compare_losses(
+        self,
+        model: TransformersModel,
+        rows: Tensor,
+        targets: Tensor,
+        document_ids: Tensor | None,
+    ) -> Finding:
+        """Return whether the gradients of a batch are those of its documents alone."""
+        loss = model(rows, targets, document_ids)
+        return _compare_gradients(_gradients(model.network, loss), self.gradients_alone)
+
+    def gradients(self) -> Finding:
+        unexpected = [
+            name for name in self.untrained if not any(word in name for word in _MAY_BE_UNTRAINED)
+        ]
+        return Finding(holds=not unexpected, detail=", ".join(unexpected))
+
+    def recomputation(self) -> Finding:
+        document = self.documents[0]
+        targets = torch.cat([document[:, 1:], document[:, :1]], dim=1)
+        expected = _gradients(self.model.network, self.model(document, targets))
+        for mode in ("selective", "full"):
+            model = self.build()
+            parallelize.apply_activation_checkpointing(model, mode)
+            finding = _compare_gradients(
+                _gradients(model.network, model(document, targets)), expected
+            )
+            if not finding.holds:
+                return finding
+        return Finding(holds=True)
+
+    def cache(self) -> Finding:
+        model = self.build().eval()
+        tokens = torch.cat([_tokens(5, seed=3), _tokens(5, seed=4)])
+        cache = model.new_cache(32)
+        rest = tokens
+        with torch.no_grad():
+            for _ in range(20):
+                logits = model(rest, cache=cache)
+                finding = _compare(logits, model(tokens)[:, -1], "logits")
+                if not finding.holds:
+                    return finding
+                rest = logits.argmax(dim=-1, keepdim=True)
+                tokens = torch.cat([tokens, rest], dim=1)
+        return Finding(holds=True)
+
+    def lora(self) -> Finding:
+        adapted = self.build()
+        config = LoraConfig.model_validate({"lora_rank": 4})
+        lora.add_adapters(adapted, config, None)
+        merged = self.build()
+        generator = torch.Generator().manual_seed(_SEED)
+        adapters = lora.trained_parameters(adapted)
+        if not adapters:
+            return Finding(holds=False, detail="its layers have no linear layers")
+        with torch.no_grad():
+            for adapter in adapters.values():
+                adapter.copy_(0.1 * torch.randn(adapter.shape, generator=generator))
+            for name, weight in merged.named_parameters():
+                lora.merge_adapter(adapters, config, name, weight)
+            document = self.documents[0]
+            return _compare(adapted(document), merged(document), "logits")
+
+
+_MAY_BE_UNTRAINED = ("bias", "gate", "router", "indexer")
+"""parts of the names of what is trained without gradients, or selects without one"""

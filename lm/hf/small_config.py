@@ -1,0 +1,298 @@
+"""A class of transformers made small: its config with every size cut.
+
+`small_configs` knows the names that sizes have in configs of transformers. What it does not know
+stays as it is, so a config that it cuts is one of the same class, with every kind of layer, whose
+random model takes a fraction of a second. The second one that it returns keeps all widths, for
+classes whose widths depend on each other in ways that their names do not say.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+VOCABULARY = 96
+WINDOW = 8
+"""tokens of sliding windows and of chunks: fewer than documents have in the examination"""
+POSITIONS = 128
+
+_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_WIDTHS = {
+    "attention_hidden_size": 64,
+    "d_model": 64,
+    "dim": 64,
+    "embedding_size": 64,
+    "hidden_size": 64,
+    "lru_width": 64,
+    "n_embd": 64,
+    "word_embed_proj_dim": 64,
+    "mamba_d_ssm": 64,
+    "dense_intermediate_size": 96,
+    "expert_ffn_hidden_size": 96,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "mlp_dim": 96,
+    "moe_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "n_inner": 96,
+    "shared_expert_intermediate_size": 96,
+    "shared_intermediate_size": 96,
+    "hidden_size_per_layer_input": 16,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "swa_head_dim": 16,
+    "kv_channels": 16,
+    "v_head_dim": 16,
+    "swa_v_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "index_head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    "rotary_dim": 8,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 8,
+    "time_step_rank": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "max_seq_len": POSITIONS,
+    "n_positions": POSITIONS,
+    "original_max_position_embeddings": 32,
+    "attention_chunk_size": WINDOW,
+    "attention_window_size": WINDOW,
+    "chunk_size": WINDOW,
+    "mamba_chunk_size": WINDOW,
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "window_size": WINDOW,
+    "index_topk": WINDOW,
+}
+"""Sizes; a size of 0 or null stays."""
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "kv_n_heads", "num_kv_heads")
+_KV_HEADS_OF_SOME = ("swa_num_key_value_heads", "num_global_key_value_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+)
+_EXPERT_GROUPS = ("n_group", "num_expert_group")
+_MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+_ROPE = ("rope_parameters", "rope_scaling")
+
+
+def small_configs(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield small versions of the complete config `values`: with all sizes cut, then but widths."""
+    yield _cut(values, cuts_widths=True)
+    yield _cut(values, cuts_widths=False)
+
+
+def _cut(values: Mapping[str, Any], *, cuts_widths: bool) -> dict[str, Any]:
+    small = copy.deepcopy(dict(values))
+    _cut_layers(small)
+    _cut_sizes(small, cuts_widths=cuts_widths)
+    _cut_experts(small)
+    if cuts_widths:
+        _cut_heads(small)
+        _cut_mamba(small)
+    for key in _ROPE:
+        if isinstance(small.get(key), dict):
+            _cut_rope(small[key], small, cuts_widths=cuts_widths)
+    return small
+
+
+def _cut_layers(small: dict[str, Any]) -> None:
+    """Keep the first layers of each kind: of those that share keys and values, too."""
+    key = next((key for key in _LAYERS if isinstance(small.get(key), int)), None)
+    if key is None:
+        return
+    n_layers: int = small[key]
+    lists = _find_lists(small, n_layers)
+    n_shared = small.get("num_kv_shared_layers") or 0
+    kinds: dict[str, list[int]] = {}
+    for layer in range(n_layers):
+        values = [of_layers[layer] for of_layers in lists]
+        shares = layer >= n_layers - n_shared
+        kinds.setdefault(repr((values, shares)), []).append(layer)
+    kept = sorted(layers[0] for layers in kinds.values())
+    if len(kinds) == 1:
+        kept = list(range(min(n_layers, 4)))
+        _cut_periods(small)
+    elif len(kept) > 6:
+        kept = kept[:6]
+    for of_layers in lists:
+        of_layers[:] = [of_layers[layer] for layer in kept]
+    per_layer = small.get("per_layer_config")
+    if isinstance(per_layer, dict):
+        numbers = {str(layer): str(number) for number, layer in enumerate(kept)}
+        small["per_layer_config"] = {
+            numbers[layer]: options for layer, options in per_layer.items() if layer in numbers
+        }
+    if n_shared:
+        small["num_kv_shared_layers"] = sum(layer >= n_layers - n_shared for layer in kept)
+    for first in ("first_k_dense_replace", "num_dense_layers", "n_dense_layers"):
+        if isinstance(small.get(first), int):
+            small[first] = min(small[first], 1)
+    small[key] = len(kept)
+
+
+def _cut_periods(small: dict[str, Any]) -> None:
+    """Let what happens every so many layers happen within the first four."""
+    for key, value in small.items():
+        is_period = key.endswith(("_interval", "_period", "_freq", "_frequency", "_pattern"))
+        if is_period and isinstance(value, int) and value > 2:
+            small[key] = 2
+            offset = key.rpartition("_")[0] + "_offset"
+            if isinstance(small.get(offset), int):
+                small[offset] %= 2
+
+
+def _find_lists(values: dict[str, Any], length: int) -> list[list[Any]]:
+    """Return the lists with a value for each layer."""
+    found: list[list[Any]] = []
+    for value in values.values():
+        if isinstance(value, dict):
+            found += _find_lists(value, length)
+        elif isinstance(value, list) and len(value) == length and length > 1:
+            found.append(value)
+    return found
+
+
+def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
+    """Cut what has a name of `_WIDTHS`, in inner mappings and lists, too."""
+    lengths = (VOCABULARY, POSITIONS, WINDOW, 32)
+    for key, value in small.items():
+        if isinstance(value, dict):
+            _cut_sizes(value, cuts_widths=cuts_widths)
+            continue
+        size = _WIDTHS.get(key)
+        is_inner = key.endswith(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"))
+        if size is not None and (cuts_widths or is_inner or size in lengths):
+            small[key] = _replace(value, size)
+        elif key.endswith(("_token_id", "_token_index", "_token_ids")) and key != "pad_token_id":
+            small[key] = _replace(value, VOCABULARY - 1, least=VOCABULARY)
+        elif key == "pad_token_id":
+            small[key] = None
+        elif isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_rate")):
+            small[key] = 0.0
+
+
+def _replace(value: Any, size: int, least: int = 1) -> Any:
+    """Return `size` for a number of at least `least`; and for each of a list."""
+    if isinstance(value, list):
+        return [_replace(each, size, least) for each in value]
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if is_number and value >= least:
+        return size
+    return value
+
+
+def _cut_experts(small: dict[str, Any]) -> None:
+    for key, value in small.items():
+        if isinstance(value, dict):
+            _cut_experts(value)
+        elif key in _EXPERTS:
+            small[key] = _at_most(value, 4)
+        elif key in _EXPERTS_PER_TOKEN or key in (
+            "n_group",
+            "num_expert_group",
+            "n_groups_of_experts",
+        ):
+            small[key] = _at_most(value, 2)
+        elif key in ("topk_group", "num_limited_groups"):
+            small[key] = _at_most(value, 1)
+
+
+def _at_most(value: Any, most: int) -> Any:
+    if isinstance(value, list):
+        return [_at_most(each, most) for each in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return min(value, most)
+    return value
+
+
+def _cut_heads(small: dict[str, Any]) -> None:
+    """Let there be four heads, of which keys and values have as many, one, or else two."""
+    heads: Any = None
+    for values in (small, *(value for value in small.values() if isinstance(value, dict))):
+        for key in _HEADS:
+            if isinstance(values.get(key), int):
+                heads = values[key]
+                values[key] = 4
+            elif isinstance(values.get(key), list):
+                values[key] = [4] * len(values[key])
+        for key in (*_KV_HEADS, *_KV_HEADS_OF_SOME):
+            if key in values:
+                values[key] = _cut_kv_heads(values[key], heads)
+    for key, partner in (("linear_num_key_heads", "linear_num_value_heads"),):
+        if isinstance(small.get(key), int):
+            are_equal = small[key] == small.get(partner)
+            small[key] = 2
+            small[partner] = 2 if are_equal else 4
+    if isinstance(small.get("index_n_heads"), int):
+        small["index_n_heads"] = 2
+
+
+def _cut_kv_heads(value: Any, heads: Any) -> Any:
+    if isinstance(value, list):
+        return [_cut_kv_heads(each, heads) for each in value]
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 1:
+        return value
+    return 4 if value == heads else 2
+
+
+def _cut_mamba(small: dict[str, Any]) -> None:
+    """Let the heads of Mamba layers have 16 of their inner width each."""
+    heads = [key for key in _MAMBA_HEADS if isinstance(small.get(key), int)]
+    width_of_head = "mamba_d_head"
+    if "mamba_head_dim" in small:
+        width_of_head = "mamba_head_dim"
+    if small.get("model_type") == "mamba2":
+        heads = ["num_heads"]
+        width_of_head = "head_dim"
+    if not heads:
+        return
+    expand = small.get("mamba_expand", small.get("expand", 2))
+    inner = small.get("mamba_d_ssm") or int(expand * small.get("hidden_size", 64))
+    small[heads[0]] = inner // 16
+    if isinstance(small.get(width_of_head), int):
+        small[width_of_head] = 16
+    for key in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
+        if isinstance(small.get(key), int):
+            small[key] = min(small[key], 2)
+
+
+def _cut_rope(rope: dict[str, Any], small: Mapping[str, Any], *, cuts_widths: bool) -> None:
+    """Cut the lists of a rotary embedding's options to the rotated dimensions of a small head."""
+    for value in rope.values():
+        if isinstance(value, dict):
+            _cut_rope(value, small, cuts_widths=cuts_widths)
+    if not cuts_widths:
+        return
+    head = small.get("qk_rope_head_dim") or small.get("head_dim")
+    if not isinstance(head, int):
+        head = 16
+    n_angles = int(head * (rope.get("partial_rotary_factor") or 1)) // 2
+    for key in ("short_factor", "long_factor"):
+        if isinstance(rope.get(key), list):
+            rope[key] = rope[key][:n_angles]
+    sections: Sequence[int] | None = rope.get("mrope_section")
+    if sections:
+        rest = n_angles - (len(sections) - 1)
+        rope["mrope_section"] = [rest, *([1] * (len(sections) - 1))]
