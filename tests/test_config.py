@@ -262,7 +262,7 @@ def test_number_formats(spelling: str, tmp_path: Path) -> None:
         f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}"
     )
     hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
-    assert (hp.optim.lr, hp.model.n_layers, hp.model.d_model) == (1e-4, 4, 1000)
+    assert (hp.optim.lr, hp.own_model.n_layers, hp.own_model.d_model) == (1e-4, 4, 1000)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_boolean_formats(spelling: str, value: bool, tmp_path: Path) -> None:
         f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n"
     )
     hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
-    assert (hp.model.tie_embeddings, hp.parallel.compile) == (value, value)
+    assert (hp.own_model.tie_embeddings, hp.parallel.compile) == (value, value)
 
 
 def test_octal_integers_are_those_of_determined(tmp_path: Path) -> None:
@@ -891,10 +891,14 @@ def test_model_override_replaces_the_shape_in_the_file(
     shown = capsys.readouterr()
     assert shown.err == "model=gpt2 overrides d_model: 64, n_kv_heads: 2 of exp.yaml\n"
     assert shown.out == "", "which may be the JSON of a command"
-    assert (small.model.d_model, small.model.n_kv_heads, small.model.n_layers) == (768, None, 2)
-    assert (small.model.dropout, small.optim.lr) == (0.1, 1e-3)
-    assert read("model=mistral").model.d_model == 64  # a preset without sizes
-    assert read("model=gpt2", "d_model=96").model.d_model == 96
+    assert (small.own_model.d_model, small.own_model.n_kv_heads, small.own_model.n_layers) == (
+        768,
+        None,
+        2,
+    )
+    assert (small.own_model.dropout, small.optim.lr) == (0.1, 1e-3)
+    assert read("model=mistral").own_model.d_model == 64  # a preset without sizes
+    assert read("model=gpt2", "d_model=96").own_model.d_model == 96
     capsys.readouterr()
     read("n_layers=2")
     assert capsys.readouterr().err == ""

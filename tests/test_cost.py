@@ -72,10 +72,10 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCount
 def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     """The collectives of a step, from the parameter counts."""
     hp = config.read_hyperparameters({"hyperparameters": COUNTED_RUN | changes}, [], "test")
-    *blocks, embedding, head = unit_sizes(hp.model)
+    *blocks, embedding, head = unit_sizes(hp.own_model)
     blocks, ends = blocks if hp.parallel.layer_wrap else [], [embedding, head]
     units = (
-        [*blocks, *([sum(ends)] if hp.model.tie_embeddings else ends)]
+        [*blocks, *([sum(ends)] if hp.own_model.tie_embeddings else ends)]
         if hp.parallel.layer_wrap
         else [hp.model.n_parameters]
     )
@@ -100,7 +100,7 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     if shards > 1:
         step.update(("all-gather", shards, width * size) for size in gathered)
         step.update(("reduce-scatter", shards, reduced_width * size) for size in reduced)
-        step["all-reduce", shards, 4 * len(list(Transformer(hp.model).parameters()))] += (
+        step["all-reduce", shards, 4 * len(list(Transformer(hp.own_model).parameters()))] += (
             1  # gradient norms
         )
     if hp.skipping.skip_spikes is not None:

@@ -253,7 +253,7 @@ def train_with_trl(sources: Sources, hp: config.Hyperparameters, folder: Path) -
         peft_config=adapted,
     )
     if adapted is not None:
-        initial = lora.add_adapters(Transformer(hp.model), hp.lora, None)
+        initial = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
         parallelize.initialize_parameters(initial, hp.run.seed or 0)
         ours = {place_of(name): tensor for name, tensor in initial.named_parameters()}
         with torch.no_grad():

@@ -102,7 +102,7 @@ def release() -> None:
 def gradients(world: World | None, settings: dict[str, Any], has_documents: bool) -> Gradients:
     """The loss of a batch and all gradients, on the device of `world`, or of a plain model."""
     hp = read(settings)
-    plain = Transformer(hp.model)
+    plain = Transformer(hp.own_model)
     parallelize.initialize_parameters(plain, 7)
     model, device = plain, torch.device("cpu")
     if world is not None:

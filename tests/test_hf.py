@@ -36,6 +36,7 @@ from lm.errors import ConfigError, RunError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights
 from lm.hf.base import find_base, load_model
+from lm.hf.files import list_weight_files
 from lm.prepare.__main__ import main as prepare
 from lm.presets import PRESETS
 from lm.runtime.world import World
@@ -338,8 +339,8 @@ def test_training_equals_transformers(pair: Pair) -> None:
 def test_gpt2_trained_on_short_sequences_keeps_its_table(tmp_path: Path) -> None:
     make_reference(GPT2).save_pretrained(tmp_path / "in")
     hp = read_with_model_defaults({"init_from": str(tmp_path / "in"), "max_seq_len": 16})
-    assert (hp.model.max_seq_len, hp.model.n_positions) == (16, 64)
-    ours = Transformer(hp.model)
+    assert (hp.own_model.max_seq_len, hp.own_model.n_positions) == (16, 64)
+    ours = Transformer(hp.own_model)
     weights.read_directory(tmp_path / "in", ours)
     with pytest.raises(ValueError, match="max_seq_len"):
         ours(TOKENS[:, :17])
@@ -356,7 +357,7 @@ def test_export_states_the_positions_that_the_model_was_made_for(
 ) -> None:
     make_reference(LLAMA).save_pretrained(tmp_path / "in")
     hp = read_with_model_defaults({"init_from": str(tmp_path / "in"), "max_seq_len": max_seq_len})
-    ours = Transformer(hp.model)
+    ours = Transformer(hp.own_model)
     weights.read_directory(tmp_path / "in", ours)
     export.export_model(save_checkpoint(ours, tmp_path), tmp_path / "out")
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "out")
@@ -562,7 +563,7 @@ def test_read_directory_reads_the_complete_one_of_two_sets_of_weights(tmp_path: 
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     for other in ("consolidated.safetensors", "pytorch_model.bin"):
         (tmp_path / other).write_bytes(b"of another format")
-    assert weights.list_weight_files(tmp_path) == shards
+    assert list_weight_files(tmp_path) == shards
     save_file(make_reference(LLAMA, seed=1).state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"two sets of weights, model.safetensors and those of"):
         load_folder(tmp_path)
@@ -603,7 +604,7 @@ def test_init_from_can_be_in_the_home_or_a_folder_of_the_cache(
 
     def init_from(where: str) -> str | None:
         hp = read_with_model_defaults(data | {"init_from": where})
-        assert hp.model.d_model == 32
+        assert hp.own_model.d_model == 32
         assert (
             hp.data.tokenizer == hp.checkpoint.init_from == find_directory(str(hp.data.tokenizer))
         )
@@ -666,16 +667,6 @@ def test_tokenizer_may_have_a_token_that_the_model_does_not(
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (
-            {"model_type": "mixtral", "num_local_experts": 8},
-            "'mixtral' is not supported, a mixture of experts; nearest: Mistral 7B (mistral);",
-        ),
-        (
-            {"model_type": "gemma3", "vision_config": {}},
-            "'gemma3' is not supported, a model with vision; nearest: Gemma 3 1B (gemma3_text);",
-        ),
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama, mistral, qwen2"),
-        ({}, "model_type: None is not supported"),
         (
             LLAMA | {"quantization_config": {"quant_method": "gptq"}},
             "quantization_config: quantized models",

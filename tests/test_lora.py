@@ -29,6 +29,7 @@ from lm.memory import count_state
 from lm.resume import ResumePlan, load_checkpoint
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
+from lm.transformers_model import AnyModel, new_model
 from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.checkpoints import (
@@ -126,14 +127,14 @@ def require_adapters_close(folder: Path, expected: dict[str, torch.Tensor]) -> N
 
 
 def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
-    model = lora.add_adapters(Transformer(hp.model), hp.lora, None)
+    model = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
     parallelize.initialize_parameters(model, seed)
     return lora.trained_parameters(model)
 
 
 def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
     """The parameter in PEFT's model of each adapter."""
-    places, _ = families.map_parameters(families.FAMILIES[family], hp.model)
+    places, _ = families.map_parameters(families.FAMILIES[family], hp.own_model)
     layers = {
         name.removesuffix(".weight"): place.name.removesuffix(".weight")
         for name, place in places.items()
@@ -289,7 +290,7 @@ def test_lora_compiled_trains_the_same(
 
 def built(
     world: World, hyperparameters: dict[str, Any], dtype: torch.dtype | None
-) -> tuple[Transformer, Any]:
+) -> tuple[AnyModel, Any]:
     hp = read_with_model_defaults(hyperparameters)
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
     model = build_model(hp, world.device_mesh(shape), dtype)
@@ -337,15 +338,19 @@ def test_lora_base_is_frozen_sharded_and_in_compute_dtype(bases: dict[str, Path]
 def test_lora_computes_no_gradient_of_the_base(bases: dict[str, Path]) -> None:
     hp = read_with_model_defaults(settings(bases["llama"]))
     with torch.device("meta"):  # on which attention is counted as plain matrix products
-        model = lora.add_adapters(Transformer(hp.model), hp.lora, None)
+        model = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
     tokens = torch.zeros(4, hp.model.max_seq_len, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     # Attention to later positions is counted, too. The first block's inputs need no gradient.
     other_half = (
-        6 * hp.model.n_layers * hp.model.n_heads * hp.model.head_width * hp.model.max_seq_len
+        6
+        * hp.own_model.n_layers
+        * hp.own_model.n_heads
+        * hp.own_model.head_width
+        * hp.own_model.max_seq_len
     )
-    shapes = hp.model.layer_shapes
+    shapes = hp.own_model.layer_shapes
     first = [shapes[name] for name in ("q_proj", "k_proj", "v_proj")]
     unneeded = sum(2 * out * inner + 2 * 3 * inner for out, inner in first)
     expected = hp.training_flops_per_token + other_half - unneeded
@@ -358,14 +363,14 @@ def test_lora_step_collectives(bases: dict[str, Path], tmp_path: Path) -> None:
         bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4
     )
     hp = read_with_model_defaults(hyperparameters)
-    *blocks, embedding, head = unit_sizes(hp.model)
-    adapters = hp.n_trained_parameters // hp.model.n_layers
+    *blocks, embedding, head = unit_sizes(hp.own_model)
+    adapters = hp.n_trained_parameters // hp.own_model.n_layers
     gathered = [embedding, head, *(2 * [size + adapters for size in blocks])]
     wanted = Counter(
-        {("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.model.n_layers): 1}
+        {("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.own_model.n_layers): 1}
     )
     wanted.update(("all-gather", 2, 2 * size) for size in gathered)
-    wanted["reduce-scatter", 2, 4 * adapters] += hp.model.n_layers
+    wanted["reduce-scatter", 2, 4 * adapters] += hp.own_model.n_layers
     for step in run_ranks(2, count_steps_of_each, str(tmp_path), {"lora": hyperparameters})[0][
         "lora"
     ]:
@@ -460,7 +465,7 @@ def test_adapters_of_peft_have_its_logits(
     hp = read_with_model_defaults(continued_from(adapter))
     assert (hp.lora.lora_rank, hp.lora.use_rslora) == (4, "use_rslora" in options)
     assert hf_main.main(["inspect", str(adapter)]) == 0
-    ours = lora.add_adapters(Transformer(hp.model), hp.lora, None).eval()
+    ours = lora.add_adapters(Transformer(hp.own_model), hp.lora, None).eval()
     weights.read_directory(bases["llama"], ours)
     adapters.read_directory(adapter, ours)
     base = AutoModelForCausalLM.from_pretrained(bases["llama"], attn_implementation="eager")
@@ -697,7 +702,7 @@ def test_lora_base_can_be_a_checkpoint(on_a_checkpoint: Path) -> None:
     assert manifest.base is not None
     assert manifest.base.source == str(source)
     model = hf_base.load_merged_model(adapted, torch.device("cpu"))
-    base = Transformer(model.config)
+    base = new_model(model.config)
     load_weights(source, base.state_dict())
     merged = dict(model.named_parameters())
     matrices, changed = set(), set()

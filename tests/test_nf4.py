@@ -299,8 +299,8 @@ def train_with_peft(hp: Hyperparameters, base: Path) -> tuple[list[float], dict[
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
     parameters = dict(model.named_parameters())
     trained: dict[str, Tensor] = {}
-    places, _ = families.map_parameters(families.FAMILIES["llama"], hp.model)
-    ours = lora.add_adapters(Transformer(hp.model), hp.lora, None)
+    places, _ = families.map_parameters(families.FAMILIES["llama"], hp.own_model)
+    ours = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
     parallelize.initialize_parameters(ours, 7)
     for name, values in lora.trained_parameters(ours).items():
         layer, _, matrix = name.removesuffix(".weight").rpartition(".")

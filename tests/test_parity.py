@@ -42,7 +42,7 @@ def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSourc
     hp = config.read_hyperparameters({"hyperparameters": PARITY_RUN | changes}, [], "test")
     data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
-    model = Transformer(hp.model)
+    model = Transformer(hp.own_model)
     parallelize.initialize_parameters(model, 7)
     return hp, data.train, model
 
@@ -328,7 +328,7 @@ def initial_weights(
 def test_initial_weights_depend_on_no_world_size_or_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are drawn in 4 chunks each
     hp = config.read_hyperparameters({"hyperparameters": PARITY_RUN | size}, [], "test")
-    plain = Transformer(hp.model)
+    plain = Transformer(hp.own_model)
     parallelize.initialize_parameters(plain, 7)
     for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"], size)[-1]:
         for name, parameter in plain.named_parameters():

@@ -160,7 +160,7 @@ def test_optimizer_with_muon_needs_copies_of_a_matrix() -> None:
     ranks = Ranks(None, "cpu", 8, 8, 80 * GIB)
     peaks = step.take_step(hp, ranks)
     state = count_state(hp, None).total // 8
-    largest_matrix = 4 * hp.model.d_model * hp.model.ffn_width
+    largest_matrix = 4 * hp.own_model.d_model * hp.own_model.ffn_width
     assert step.device_bytes(peaks[step.OPTIMIZER]) >= state + largest_matrix
 
 

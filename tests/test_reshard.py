@@ -16,7 +16,8 @@ from fsdp import build_model
 from lm import config
 from lm.runtime.world import World
 from lm.training import optim, parallelize
-from model import ModelConfig, Transformer
+from lm.transformers_model import AnyModel
+from model import ModelConfig
 from tests.support.checkpoints import RUN_INFO, load_state, open_checkpointer, save_state
 from tests.support.hyperparameters import TINY
 from tests.support.parallelism import STRATEGIES, sharding_of
@@ -26,7 +27,7 @@ RANKS = (1, 2, 3, 4)
 WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # no world size divides it evenly
 
 
-def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Optimizer]:
+def build(world: World, sharding: str, seed: int) -> tuple[AnyModel, optim.Optimizer]:
     """A sharded model initialized from `seed`, with moments twice its weights."""
     settings = TINY | WIDTH | sharding_of(sharding, world.size)
     hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")

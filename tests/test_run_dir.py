@@ -209,11 +209,11 @@ def test_lock_where_there_are_no_locks_is_a_lease(library: str, error: int) -> N
 def test_lock_of_an_export_where_there_are_no_locks_is_a_lease(library: str) -> None:
     script = """
 from pathlib import Path
-from lm.hf import export
+from lm.hf.draft import make_draft
 from lm.runtime import lease
 lease.LEASE_SECONDS = 1.5
 try:
-    with export._make_draft(Path('out'), 0):
+    with make_draft(Path('out'), 0):
         print('exporting', flush=True)
         input()
 except Exception as error:

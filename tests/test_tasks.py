@@ -27,6 +27,7 @@ from lm.tasks.packing import tokenize
 from lm.tasks.questions import read_tasks
 from lm.tasks.scoring import ChoiceScores, Scorer, grade
 from lm.tasks.task import Choice, Question, Task
+from lm.transformers_model import AnyModel
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import GPT2, GRANITE, LLAMA, MISTRAL, add_tokenizer, make_reference
@@ -77,7 +78,7 @@ def small_model(**changes: Any) -> Transformer:
     return model
 
 
-def score(model: Transformer, task: Task, tokenizer: Any, world: World) -> ChoiceScores:
+def score(model: AnyModel, task: Task, tokenizer: Any, world: World) -> ChoiceScores:
     scorer = Scorer(tokenize(task, tokenizer, model.config), model, world)
     assert len(list(scorer.score())) == scorer.n_steps
     return scorer.gather()

@@ -56,7 +56,7 @@ def hyperparameters(**changes: Any) -> Hyperparameters:
 def build(hp: Hyperparameters) -> tuple[Transformer, optim.Optimizer]:
     """The initial model and the optimizer, in one process."""
     transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
-    model = Transformer(hp.model)
+    model = Transformer(hp.own_model)
     parallelize.initialize_parameters(model, 7, transfer)
     return model, optim.Optimizer(hp.optim, model.named_parameters(), transfer)
 
@@ -145,10 +145,10 @@ def test_scale_of_depth_is_in_the_norm_of_a_branch(
 @every_style
 def test_initial_deviations_are_those_of_the_base_scaled(style: str) -> None:
     hp = hyperparameters(**FROM_SMALL, **STYLES[style])
-    base = hyperparameters(**STYLES[style], d_model=8, n_layers=1, d_ff=hp.model.ffn_width // 4)
+    base = hyperparameters(**STYLES[style], d_model=8, n_layers=1, d_ff=hp.own_model.ffn_width // 4)
     transfer = Transfer.of(hp.transfer, hp.model, "adamw")
-    model = Transformer(hp.model)
-    base_model = Transformer(base.model)
+    model = Transformer(hp.own_model)
+    base_model = Transformer(base.own_model)
     for name, _ in base_model.named_parameters():
         kind, value = base_model.init_rule(name)
         if kind == "normal":
@@ -212,8 +212,8 @@ def test_folded_model_learns_as_one_with_multipliers(
     hp = hyperparameters(**FROM_SMALL, **STYLES[style])
     model, optimizer = build(hp)
     transfer = Transfer.of(hp.transfer, hp.model, "adamw")
-    is_centered = hp.model.norm == "rmsnorm-centered"
-    reference = Transformer(hp.replace(residual_multiplier=1 / 3, logits_scaling=4.0).model)
+    is_centered = hp.own_model.norm == "rmsnorm-centered"
+    reference = Transformer(hp.replace(residual_multiplier=1 / 3, logits_scaling=4.0).own_model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = multiplied(name, parameter, transfer.scale(name), is_centered)

@@ -30,7 +30,8 @@ from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.base import load_model
-from lm.hf.export import export_model, lock_directory
+from lm.hf.draft import lock_directory
+from lm.hf.export import export_model
 from lm.hf.weights import open_model
 from lm.metrics.sinks import JSONL
 from lm.preflight import choose_cache

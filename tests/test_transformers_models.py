@@ -1,0 +1,446 @@
+"""Models that transformers computes train as in transformers, resume, score and export exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lm import sampling
+from lm.errors import ConfigError
+from lm.hf import __main__ as hf_main
+from lm.hf import examine, export
+from lm.hf.base import load_merged_model, open_model
+from lm.hf.small_config import small_configs
+from lm.runtime.world import World
+from lm.tasks.packing import tokenize
+from lm.tasks.scoring import Scorer
+from lm.tasks.task import Choice, Question, Task
+from lm.training import lora, parallelize
+from lm.transformers_model import NETWORK, TransformersModel, new_model, read_config, text_config
+from tests.support.hf import add_tokenizer, read_with_model_defaults, train_reference
+from tests.support.hyperparameters import named_keys
+from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT reads it
+    "ignore:Setting `save_embedding_layers`",
+)
+
+VOCABULARY = 300
+KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "gpt_oss")
+"""convolutions, layers that share keys, scaled queries, latent experts, and one that leaks"""
+LEAKY = "gpt_oss"
+TRAINING: dict[str, Any] = {
+    "dataset": "synthetic",
+    "max_steps": 20,
+    "report_rate": 1,
+    "validation_rate": 20,
+    "validation_batches": 1,
+    "checkpoint_rate": 100,
+    "total_batch_size": 4,
+    "batch_size": 2,
+    "max_seq_len": 24,
+    "lr": 1e-4,
+    "grad_clip": 1.0,
+    "amp_dtype": None,
+    "seed": 7,
+}
+
+
+def complete_values(kind: str) -> dict[str, Any]:
+    """Return the values of a small model of a `kind` of transformers."""
+    config = transformers.CONFIG_MAPPING[kind]()
+    raw = json.loads(config.to_json_string()) | {"model_type": kind}
+    values = next(small_configs(text_config(raw)))
+    for key in ("vocab_size", "vocab_size_per_layer_input"):
+        if key in values:
+            values[key] = VOCABULARY
+    return values
+
+
+def randomize(model: nn.Module) -> None:
+    """Let all parts of `model` affect its logits."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.ndim > 1:
+                parameter.copy_(0.5 * noise / parameter.shape[-1] ** 0.5)
+            else:
+                parameter += 0.05 * noise
+
+
+def save_model(kind: str, folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(read_config(complete_values(kind)))
+    randomize(model)
+    model.save_pretrained(folder)
+    add_tokenizer(folder, 290)
+
+
+def save_wrapper(folder: Path) -> None:
+    """Save a Qwen3.5 with vision: a text model in a wrapper, with linear attention."""
+    text = complete_values("qwen3_5")
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 64}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    randomize(model)
+    model.bfloat16().save_pretrained(folder)
+    add_tokenizer(folder, 290)
+    (folder / "preprocessor_config.json").write_text('{"size": 32}')
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of small models in transformers' format, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        save_model(kind, folder / kind)
+    save_wrapper(folder / "wrapper")
+    return {path.name: path for path in folder.iterdir()}
+
+
+def settings(source: Path, **changes: Any) -> dict[str, Any]:
+    return TRAINING | {"init_from": str(source)} | changes
+
+
+def load_reference(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def reference_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
+    """The loss of each step when a plain loop trains the class of transformers."""
+    hp = read_with_model_defaults(hyperparameters)
+    model = load_reference(folder).train()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": hp.optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return train_reference(model, torch.optim.AdamW(groups, lr=hp.optim.lr), hp, 7)
+
+
+# ---- training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_transformers_train_as_in_a_plain_loop(
+    kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    hyperparameters = settings(models[kind])
+    expected = reference_losses(models[kind], hyperparameters)
+    runs = {1: {"sharding": "no-shard"}, 2: {"sharding": "full-shard", "batch_size": 1}}
+    for ranks, changes in runs.items():
+        folder = tmp_path / str(ranks)
+        done = run_fsdp(folder, ranks=ranks, config=hyperparameters | changes, code=0)
+        assert f"loaded the weights of {models[kind]} in " in done.stdout
+        losses = [report["loss"] for report in read_reports(folder).values()]
+        assert losses == pytest.approx(expected, rel=3e-6), ranks
+    assert expected[0] - expected[-1] > 1e-3
+
+    out = tmp_path / "out"
+    checkpoint = checkpoints_by_step(tmp_path / "2")[20]
+    export.export_model(checkpoint, out)
+    exported = load_reference(out)
+    ours = load_merged_model(checkpoint, torch.device("cpu"))
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.eval()(tokens), exported.eval()(tokens).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def write_chats(path: Path) -> str:
+    lines = []
+    for number in range(40):
+        answer = "ä" * (3 + 5 * (number % 4))
+        lines.append(json.dumps({"prompt": f"{number}? ", "completion": answer}))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["wrapper"])
+def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    chats = {"dataset": "jsonl", "train_data": write_chats(tmp_path / "chats.jsonl")}
+    run = settings(models[name], max_steps=6, validation_rate=3, checkpoint_rate=3, **chats)
+    done = run_fsdp(tmp_path / "at once", ranks=2, config=run, code=0)
+    assert "packing: false, as qwen3_5_text does not keep samples" in done.stderr
+    run_fsdp(tmp_path / "resumed", "stop_at_step=3", ranks=2, config=run, code=0)
+    run_fsdp(tmp_path / "resumed", ranks=2, config=run, code=0)
+    assert read_exact_metrics(tmp_path / "resumed") == read_exact_metrics(tmp_path / "at once")
+
+    out = tmp_path / "out"
+    assert hf_main.main(["export", str(tmp_path / "resumed" / "runs" / "test"), str(out)]) == 0
+    before = transformers.AutoModelForImageTextToText.from_pretrained(models[name])
+    after = transformers.AutoModelForImageTextToText.from_pretrained(out)
+    changed = [
+        tensor_name
+        for tensor_name, tensor in before.state_dict().items()
+        if not tensor.equal(after.state_dict()[tensor_name])
+    ]
+    assert changed
+    assert all("language_model" in each or "lm_head" in each for each in changed)
+    config = "preprocessor_config.json"
+    assert (out / config).read_bytes() == (models[name] / config).read_bytes()
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "grad-shard": {"sharding": "grad-shard", "batch_size": 1},
+    "one-unit": {"layer_wrap": False},
+    "recompute": {"activation_checkpointing": "full", "sharding": "no-shard"},
+}
+
+
+@pytest.mark.slow
+def test_models_of_transformers_train_alike_however_they_are_sharded(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    base = settings(models["glm4_moe"], max_steps=4, validation_rate=4)
+    run_fsdp(tmp_path / "one", config=base, code=0)
+    expected = [report["loss"] for report in read_reports(tmp_path / "one").values()]
+    for name, changes in STRATEGIES.items():
+        run_fsdp(tmp_path / name, ranks=2, config=base | changes, code=0)
+        losses = [report["loss"] for report in read_reports(tmp_path / name).values()]
+        assert losses == pytest.approx(expected, rel=3e-6), name
+
+
+@pytest.mark.slow
+def test_adapters_of_a_model_of_transformers_train_as_in_peft(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    import peft  # imports torchao, which takes seconds: not in all ranks
+
+    folder = models["ministral3"]
+    run = settings(folder, lora_rank=3, lr=1e-3)
+    run_fsdp(tmp_path, ranks=2, config=run, code=0)
+    losses = [report["loss"] for report in read_reports(tmp_path).values()]
+
+    hp = read_with_model_defaults(run)
+    adapted = lora.add_adapters(new_model(hp.model), hp.lora, None)
+    adapted.to_empty(device="cpu")
+    parallelize.initialize_parameters(adapted, 7)
+    initial = lora.trained_parameters(adapted)
+    options: dict[str, Any] = {"r": 3, "lora_alpha": 16, "target_modules": "all-linear"}
+    model = peft.get_peft_model(
+        load_reference(folder), peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    ).train()
+    parameters = dict(model.named_parameters())
+    for name, tensor in initial.items():
+        theirs = name.replace(NETWORK, "base_model.model").replace(".weight", ".default.weight")
+        parameters[theirs].data.copy_(tensor)
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    assert len(trained) == len(initial)
+    optimizer = torch.optim.AdamW(trained, lr=hp.optim.lr, weight_decay=hp.optim.weight_decay)
+    assert losses == pytest.approx(train_reference(model, optimizer, hp, 7), rel=3e-6)
+
+    checkpoint = checkpoints_by_step(tmp_path)[20]
+    export.export_model(checkpoint, tmp_path / "adapter", adapters_only=True)
+    export.export_model(checkpoint, tmp_path / "merged")
+    loaded = peft.PeftModel.from_pretrained(load_reference(folder), str(tmp_path / "adapter"))
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        merged = load_reference(tmp_path / "merged")(tokens).logits
+        torch.testing.assert_close(loaded(tokens).logits, merged, rtol=1e-4, atol=1e-4)
+
+
+def test_what_transformers_keeps_in_float32_is_gathered_in_it(tmp_path: Path) -> None:
+    save_model("ernie4_5_moe", tmp_path)
+    expected = {"gate.weight": "torch.float32", "q_proj.weight": "torch.bfloat16"}
+    assert run_ranks(2, gather_dtypes, str(tmp_path)) == [expected, expected]
+
+
+def gather_dtypes(world: World, folder: str) -> dict[str, str]:
+    """Return the dtypes in which a forward pass sees two of the weights of a model."""
+    from fsdp import build_model
+
+    hp = read_with_model_defaults(settings(Path(folder), amp_dtype="bfloat16"))
+    shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
+    model = build_model(hp, world.device_mesh(shape), torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    seen: dict[str, str] = {}
+
+    def see(module: nn.Module, *_: Any) -> None:
+        seen.setdefault(names[module], str(module.weight.dtype))
+
+    names = {}
+    for path, module in model.named_modules():
+        for name in ("gate", "q_proj"):
+            if path.endswith(f".{name}") and isinstance(
+                getattr(module, "weight", None), nn.Parameter
+            ):
+                names[module] = f"{name}.weight"
+                module.register_forward_pre_hook(see)
+    tokens = torch.ones(1, 8, dtype=torch.int64)
+    assert model(tokens, tokens).isfinite()
+    return seen
+
+
+# ---- commands
+
+
+def test_generation_is_that_of_transformers(models: dict[str, Path]) -> None:
+    for kind in ("lfm2", "gemma4_text"):
+        model, _ = open_model(models[kind])
+        reference = load_reference(models[kind]).eval()
+        prompt = [5, 17, 40]
+        greedy = sampling.Sampling(temperature=0.0)
+        found = list(
+            sampling.generate(
+                model, prompt, 40, seed=0, settings=greedy, device=torch.device("cpu")
+            )
+        )
+        expected = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, 3),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert found == expected[0, 3:].tolist(), kind
+
+
+TASK = Task(
+    "task",
+    "char",
+    [
+        Question((Choice("ab ", "cd"), Choice("ab ", "efgh")), 1),
+        Question((Choice("xyz", " 1"), Choice("xyz", " 2 3")), 0),
+    ],
+)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", LEAKY])
+def test_scores_of_tasks_are_those_of_transformers(kind: str, models: dict[str, Path]) -> None:
+    def score(world: World) -> list[float]:
+        model, tokenizer = open_model(models[kind], world.device)
+        scorer = Scorer(tokenize(TASK, tokenizer, model.config), model, world)
+        assert len(list(scorer.score())) == scorer.n_steps
+        return list(scorer.gather().log_likelihoods)
+
+    reference = load_reference(models[kind]).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models[kind])
+    expected: list[float] = []
+    for question in TASK.questions:
+        for choice in question.choices:
+            n_context = len(tokenizer(choice.context).input_ids)
+            ids = torch.tensor(tokenizer(choice.context + choice.text).input_ids)
+            with torch.no_grad():
+                log_probs = reference(ids[None, :-1]).logits[0].log_softmax(-1)
+            chosen = log_probs.gather(-1, ids[1:, None])[n_context - 1 :]
+            expected.append(chosen.sum().item())
+    assert in_world(score) == pytest.approx(expected, abs=1e-4)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"d_model": 32}, "d_model"),
+        ({"model": "gpt2"}, "n_heads"),
+        ({"vocab_size": 301}, "vocab_size"),
+        ({"compile": True}, "compile"),
+        ({"optimizer": "muon"}, "optimizer"),
+        ({"lora_rank": 2, "base_dtype": "nf4"}, "base_dtype"),
+        ({"dataset": "jsonl", "train_data": "x", "packing": True}, "packing"),
+        ({"dataset": "text", "attend_across_documents": False}, "attend_across_documents"),
+        ({"base_width": 32}, "base_width"),
+    ],
+)
+def test_keys_that_a_model_of_transformers_does_not_have_are_refused(
+    changes: dict[str, Any], key: str, models: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_with_model_defaults(settings(models[LEAKY], **changes))
+    assert key in named_keys(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ({"model_type": "t5"}, "encodes its input by another network"),
+        ({"model_type": "vit"}, "no causal language model for vit"),
+        (
+            {"model_type": "qwen9", "transformers_version": "9.0.0"},
+            "'qwen9' is unknown to transformers .*; config.json was written by transformers 9.0.0",
+        ),
+        ({"model_type": "x", "auto_map": {}}, "its own code .* is never run"),
+        ({"model_type": "bert", "is_decoder": False}, "a later token changes earlier logits"),
+        ({"model_type": "lfm2", "num_hidden_layers": "two"}, "transformers refuses it"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"quantized models \(mxfp4 here\) are not supported",
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained_exactly_are_refused_before_weights_are_read(
+    raw: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=problem) as error:
+        read_with_model_defaults(settings(tmp_path))
+    assert all(line.startswith(str(tmp_path / "config.json")) for line in error.value.problems)
+
+
+def test_the_config_of_transformers_is_no_hyperparameter(models: dict[str, Path]) -> None:
+    for hyperparameters in (settings(models[LEAKY]), TRAINING):
+        with pytest.raises(ConfigError, match="transformers_config: no hyperparameter"):
+            read_with_model_defaults(hyperparameters | {"transformers_config": {}})
+
+
+def test_a_dry_run_says_what_is_not_known(models: dict[str, Path], tmp_path: Path) -> None:
+    done = run_fsdp(tmp_path, "--dry-run", config=settings(models["lfm2"]), code=0)
+    assert "lfm2 takes no steps on fake tensors" in done.stdout
+
+
+# ---- the examination
+
+
+@pytest.mark.parametrize(
+    ("kind", "fails"),
+    [
+        ("llama", set()),
+        ("lfm2", set()),
+        ("gemma4_text", set()),
+        ("deepseek_v3", set()),
+        ("gpt_oss", {"packing"}),
+        ("qwen3_5_text", {"packing"}),
+        ("gemma2", {"hidden_states"}),
+        ("mamba2", {"packing", "cache"}),
+    ],
+)
+def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> None:
+    config = transformers.CONFIG_MAPPING[kind]()
+    raw = json.loads(config.to_json_string()) | {"model_type": kind}
+    found = examine.examine(text_config(raw))
+    assert {question for question, each in found.findings.items() if not each.holds} == fails
+    assert found.refusals() == []
+
+
+def test_the_command_prints_an_examination(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hf_main.main(["examine", "gpt_oss"]) == 0
+    printed = capsys.readouterr().out
+    assert "GptOssForCausalLM, examined in" in printed
+    assert "packing        does not hold: logits differ by" in printed
+    assert hf_main.main(["examine", "bert"]) == 2
+    assert "refused: " in capsys.readouterr().out
+
+
+def test_models_of_transformers_are_modules_of_their_class(models: dict[str, Path]) -> None:
+    model, _ = open_model(models["lfm2"])
+    assert isinstance(model, TransformersModel)
+    assert type(model.network).__name__ == "Lfm2ForCausalLM"
