@@ -1,0 +1,119 @@
+"""Examine every class of the installed transformers that generates text, and write docs/models.md.
+
+    python -m docs.models
+
+A class is examined with the default sizes of its config, which the examination cuts. Each has a
+process, which is killed after a minute. It takes about five minutes on one core.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import transformers
+
+from lm.errors import RunError
+from lm.hf.examine import Examination, examine
+from lm.hf.families import FAMILIES
+from lm.transformers_model import text_config
+
+PAGE = Path(__file__).with_name("models.md")
+LIMIT = 60
+"""seconds of a class"""
+
+_HEAD = """# Models of transformers
+
+`init_from` takes the models that model.py computes ({own}), and every causal language model that
+transformers can build, with transformers' own modeling code. Before the first step, a small random
+model of the class is [examined](finetuning.md#models-that-transformers-computes): what does not
+hold is turned off in a line, and a class that would be trained wrongly is refused.
+
+    python -m lm.hf examine DIRECTORY|OWNER/MODEL|MODEL_TYPE
+
+`python -m docs.models` writes this page. It is for transformers {transformers} and PyTorch {torch},
+on a CPU without kernels of other packages; on another machine, the examination there decides.
+
+{counts}
+
+"""
+_ROW = "| `{model_type}` | {class_name} | {answer} |"
+
+
+def examine_in_process(model_type: str) -> Examination | str:
+    """Return the examination of a model type, or why there is none."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_examine, args=(model_type, sender))
+    process.start()
+    sender.close()
+    found: Examination | str = f"no answer in {LIMIT} s"
+    try:
+        if receiver.poll(LIMIT):
+            answer = receiver.recv()
+            found = answer["problem"]
+            if answer["examination"] is not None:
+                found = Examination.model_validate_json(answer["examination"])
+    except EOFError:
+        found = "the process ended"
+    process.kill()
+    process.join()
+    return found
+
+
+def _examine(model_type: str, sender: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        values = text_config({"model_type": model_type})
+        sender.send({"examination": examine(values).model_dump_json(), "problem": ""})
+    except RunError as error:
+        sender.send({"examination": None, "problem": str(error)})
+
+
+def main() -> None:
+    """Write the page."""
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    rows: list[str] = []
+    kinds: Counter[str] = Counter()
+    for model_type in sorted(names):
+        found = examine_in_process(model_type)
+        kind, class_name, answer = _describe(found)
+        kinds[kind] += 1
+        rows.append(_ROW.format(model_type=model_type, class_name=class_name, answer=answer))
+        print(rows[-1], flush=True)
+    counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    head = _HEAD.format(
+        own=", ".join(FAMILIES),
+        transformers=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+        counts=f"Of {len(rows)} model types: {counts}.",
+    )
+    table = ["| model_type | class | what of it holds |", "|---|---|---|", *rows]
+    PAGE.write_text(head + "\n".join(table) + "\n")
+
+
+def _describe(found: Examination | str) -> tuple[str, str, str]:
+    """Return how an examination ended, the class, and what to say of it."""
+    if isinstance(found, str):
+        text = found.replace("|", "/").replace("\n", " ")
+        return "not examined", "", f"not examined: {text[:160]}"
+    refusals = found.refusals()
+    if refusals:
+        reason = refusals[0].removeprefix(f"{found.class_name}: ")
+        return "refused", found.class_name, f"refused: {reason}"
+    details = [
+        f"{question} ({finding.detail})"
+        for question, finding in found.findings.items()
+        if not finding.holds
+    ]
+    if not details:
+        return "in which all holds", found.class_name, "all"
+    answer = f"off: {'; '.join(details)}".replace("|", "/")
+    return "trained with something off", found.class_name, answer
+
+
+if __name__ == "__main__":
+    main()
