@@ -34,8 +34,9 @@ hold is turned off in a line, and a class that would be trained wrongly is refus
 
     python -m lm.hf examine DIRECTORY|OWNER/MODEL|MODEL_TYPE
 
-`python -m docs.models` writes this page. It is for transformers {transformers} and PyTorch {torch},
-on a CPU without kernels of other packages; on another machine, the examination there decides.
+`python -m docs.models` writes this page. It was tested with transformers {transformers} and PyTorch
+{torch}, on a CPU without kernels of other packages. On another machine, the examination there
+decides.
 
 {counts}
 
@@ -105,7 +106,7 @@ def _describe(found: Examination | str) -> tuple[str, str, str]:
         reason = refusals[0].removeprefix(f"{found.class_name}: ")
         return "refused", found.class_name, f"refused: {reason}"
     details = [
-        f"{question} ({finding.detail})"
+        f"{question} ({finding.detail.partition(':')[0]})"
         for question, finding in found.findings.items()
         if not finding.holds
     ]
