@@ -5,7 +5,7 @@ changed. What this package promises of a model, e.g. that packed samples do not 
 asked of each class by an examination (lm/hf/examine.py), whose answers, `Examined`, decide how it
 is called here.
 
-Reading order: `TransformersConfig`, `TransformersModel.forward`, then `build_network`.
+Reading order: `TransformersModel.forward`, then `build_network`.
 """
 
 from __future__ import annotations
@@ -197,13 +197,25 @@ class TransformersModel(nn.Module):
         Args:
             dtype: of compute.
         """
-        names = _find_kept_in_float32(self.network, dtype)
-        modules: list[nn.Module] = []
-        for path, module in self.network.named_modules():
-            own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-            if any(name in names for name in own):
-                modules.append(module)
-        return modules
+        kept = self.kept_in_float32(dtype)
+
+        def has_kept(module: nn.Module) -> bool:
+            return any(parameter in kept for parameter in module.parameters(recurse=False))
+
+        return [module for module in self.network.modules() if has_kept(module)]
+
+    def kept_in_float32(self, dtype: torch.dtype | None) -> set[nn.Parameter]:
+        """Return the parameters that are computed with in float32, whatever `dtype` is."""
+        if dtype is None:
+            return set()
+        patterns = list(self.network._get_dtype_plan(dtype))
+        if not patterns:
+            return set()
+        from transformers.core_model_loading import build_glob_alternation
+
+        expression, _, _ = build_glob_alternation(patterns)
+        named = self.network.named_parameters()
+        return {parameter for name, parameter in named if expression.search(name)}
 
     def to_empty(
         self, *, device: torch.device | str | int | None, recurse: bool = True
@@ -422,19 +434,6 @@ def _find_ties(network: nn.Module) -> list[tuple[_Owner, _Owner]]:
             else:
                 first[parameter] = owner
     return ties
-
-
-def _find_kept_in_float32(network: PreTrainedModel, dtype: torch.dtype | None) -> set[str]:
-    """Return the names of the parameters that are computed with in float32 in any case."""
-    if dtype is None:
-        return set()
-    patterns = list(network._get_dtype_plan(dtype))
-    if not patterns:
-        return set()
-    from transformers.core_model_loading import build_glob_alternation
-
-    expression, _, _ = build_glob_alternation(patterns)
-    return {name for name, _ in network.named_parameters() if expression.search(name)}
 
 
 class Sizes(NamedTuple):

@@ -253,17 +253,21 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
         torch.testing.assert_close(loaded(tokens).logits, merged, rtol=1e-4, atol=1e-4)
 
 
-def test_what_transformers_keeps_in_float32_is_gathered_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_what_transformers_keeps_in_float32_is_gathered_in_it(
+    lora_rank: int | None, tmp_path: Path
+) -> None:
     save_model("ernie4_5_moe", tmp_path)
     expected = {"gate.weight": "torch.float32", "q_proj.weight": "torch.bfloat16"}
-    assert run_ranks(2, gather_dtypes, str(tmp_path)) == [expected, expected]
+    assert run_ranks(2, gather_dtypes, str(tmp_path), lora_rank) == [expected, expected]
 
 
-def gather_dtypes(world: World, folder: str) -> dict[str, str]:
+def gather_dtypes(world: World, folder: str, lora_rank: int | None) -> dict[str, str]:
     """Return the dtypes in which a forward pass sees two of the weights of a model."""
     from fsdp import build_model
 
-    hp = read_with_model_defaults(settings(Path(folder), amp_dtype="bfloat16"))
+    changes = {"amp_dtype": "bfloat16", "lora_rank": lora_rank}
+    hp = read_with_model_defaults(settings(Path(folder), **changes))
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
     model = build_model(hp, world.device_mesh(shape), torch.bfloat16)
     with torch.no_grad():

@@ -80,6 +80,8 @@ _WIDTHS = {
     "index_topk": WINDOW,
 }
 """Sizes; a size of 0 or null stays."""
+_DERIVED = ("head_dim",)
+"""What some classes derive from other sizes if it is null, and others need."""
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "kv_n_heads", "num_kv_heads")
 _KV_HEADS_OF_SOME = ("swa_num_key_value_heads", "num_global_key_value_heads")
@@ -138,6 +140,9 @@ def _cut_layers(small: dict[str, Any]) -> None:
         kept = kept[:6]
     for of_layers in lists:
         of_layers[:] = [of_layers[layer] for layer in kept]
+    for indices, value in small.items():
+        if indices.endswith(("_layer_indices", "_layers_idx")):
+            small[indices] = [1] if value is None or value else value
     per_layer = small.get("per_layer_config")
     if isinstance(per_layer, dict):
         numbers = {str(layer): str(number) for number, layer in enumerate(kept)}
@@ -185,10 +190,12 @@ def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
         is_inner = key.endswith(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"))
         if size is not None and (cuts_widths or is_inner or size in lengths):
             small[key] = _replace(value, size)
-        elif key.endswith(("_token_id", "_token_index", "_token_ids")) and key != "pad_token_id":
+        elif size is not None and value is None and key in _DERIVED:
+            small[key] = size
+        elif key == "pad_token_id" and value is not None:
+            small[key] = 0
+        elif key.endswith(("_token_id", "_token_index", "_token_ids")):
             small[key] = _replace(value, VOCABULARY - 1, least=VOCABULARY)
-        elif key == "pad_token_id":
-            small[key] = None
         elif isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_rate")):
             small[key] = 0.0
 
@@ -207,13 +214,15 @@ def _cut_experts(small: dict[str, Any]) -> None:
     for key, value in small.items():
         if isinstance(value, dict):
             _cut_experts(value)
+        elif key == "n_shared_experts" and value is None:
+            small[key] = 1
+        elif key in _EXPERTS and value is None:
+            small[key] = 4
+        elif key in _EXPERTS_PER_TOKEN and value is None:
+            small[key] = 2
         elif key in _EXPERTS:
             small[key] = _at_most(value, 4)
-        elif key in _EXPERTS_PER_TOKEN or key in (
-            "n_group",
-            "num_expert_group",
-            "n_groups_of_experts",
-        ):
+        elif key in _EXPERTS_PER_TOKEN or key in ("n_group", "num_expert_group"):
             small[key] = _at_most(value, 2)
         elif key in ("topk_group", "num_limited_groups"):
             small[key] = _at_most(value, 1)
@@ -250,6 +259,8 @@ def _cut_heads(small: dict[str, Any]) -> None:
 
 
 def _cut_kv_heads(value: Any, heads: Any) -> Any:
+    if value is None:
+        return 4
     if isinstance(value, list):
         return [_cut_kv_heads(each, heads) for each in value]
     if not isinstance(value, int) or isinstance(value, bool) or value <= 1:

@@ -59,8 +59,12 @@ def add_adapters(
     """
     if config.lora_rank is None:
         return model
+    kept: set[nn.Parameter] = set()
+    if isinstance(model, TransformersModel):
+        kept = model.kept_in_float32(dtype)
     for parameter in model.requires_grad_(False).parameters():
-        parameter.data = parameter.data.to(dtype or torch.float32)
+        if parameter not in kept:
+            parameter.data = parameter.data.to(dtype or torch.float32)
     for parent in [module for block in model.blocks for module in block.modules()]:
         for name, layer in list(parent.named_children()):
             if not isinstance(layer, nn.Linear):
