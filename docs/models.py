@@ -24,6 +24,11 @@ from lm.transformers_model import text_config
 PAGE = Path(__file__).with_name("models.md")
 LIMIT = 60
 """seconds of a class"""
+TYPICAL = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
+"""Values of published models, by model type, without which the defaults of a class fail."""
 
 _HEAD = """# Models of transformers
 
@@ -68,7 +73,7 @@ def examine_in_process(model_type: str) -> Examination | str:
 def _examine(model_type: str, sender: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        values = text_config({"model_type": model_type})
+        values = text_config({"model_type": model_type, **TYPICAL.get(model_type, {})})
         sender.send({"examination": examine(values).model_dump_json(), "problem": ""})
     except RunError as error:
         sender.send({"examination": None, "problem": str(error)})

@@ -808,9 +808,16 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
     if not hp.data.attend_across_documents and not examined.packing:
         problem = f"false, but {kind} does not keep documents of one sequence apart"
         yield "attend_across_documents", f"{problem}; remove attend_across_documents"
-    if hp.parallel.activation_checkpointing != "none" and not examined.recomputation:
-        problem = f"{kind} computes other gradients when its layers are recomputed"
-        yield "activation_checkpointing", f"{problem}; remove activation_checkpointing"
+    mode = hp.parallel.activation_checkpointing
+    holds = {
+        "none": True,
+        "full": examined.full_recomputation,
+        "selective": examined.selective_recomputation,
+    }
+    if not holds[mode]:
+        problem = f"{mode}: {kind} cannot recompute its layers so"
+        others = [other for other in ("full", "none") if other != mode and holds[other]]
+        yield "activation_checkpointing", f"{problem}; use {others[0]}"
     if hp.lora.lora_rank is not None and not examined.lora:
         yield "lora_rank", f"{kind} has no linear layers to adapt; remove lora_rank"
     if hp.lora.base_dtype is not None:

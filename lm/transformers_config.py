@@ -19,8 +19,10 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """Documents in one row, told apart by their positions, are computed as each alone."""
     cache: bool
     """Its cache gives the logits of complete sequences."""
-    recomputation: bool
+    full_recomputation: bool
     """Layers that are recomputed in backward give the same gradients."""
+    selective_recomputation: bool
+    """So do layers of which products and attention are kept."""
     lora: bool
     """Adapters that are merged compute what they did."""
     untrained: list[str] = []

@@ -43,7 +43,7 @@ _WIDTHS = {
     "hidden_size_per_layer_input": 16,
     "head_dim": 16,
     "global_head_dim": 16,
-    "swa_head_dim": 16,
+    "swa_head_dim": 32,
     "kv_channels": 16,
     "v_head_dim": 16,
     "swa_v_head_dim": 16,
