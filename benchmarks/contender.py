@@ -35,6 +35,7 @@ from lm.launch.launch import Launch  # noqa: E402
 from lm.metrics.device import peak_flops, peak_memory_gib  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
 from lm.runtime.world import MeshShape, World  # noqa: E402
+from lm.training.precision import best_dtype, compute_dtype  # noqa: E402
 from model import Block, Transformer  # noqa: E402
 
 
@@ -96,15 +97,20 @@ class Pacer:
 
 
 def _find_peak_flops(world: World) -> float | None:
-    """Return the bfloat16 peak of all ranks: from data sheets (GPUs), or measured (CPU)."""
+    """Return the peak of all ranks: in bfloat16 from data sheets (GPUs), or measured (CPU).
+
+    A CPU's is that of the fastest dtype: without instructions for bfloat16, a product in it takes
+    minutes.
+    """
     if world.device.type == "cuda":
         peak = peak_flops(world.device, torch.bfloat16)
         if peak is None:
             return None
         return peak * world.size
     size = 2048
-    a = torch.randn(size, size).bfloat16()
-    b = torch.randn(size, size).bfloat16()
+    dtype = best_dtype(world.device) or torch.float32
+    a = torch.randn(size, size).to(dtype)
+    b = torch.randn(size, size).to(dtype)
     seconds: list[float] = []
     for _ in range(20):
         world.all_gather_object(None)
@@ -162,7 +168,7 @@ def train_fsdp1(
 
 
 def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
-    """Train Hugging Face's model of the same shape with FSDP2 and bfloat16."""
+    """Train Hugging Face's model of the same shape with FSDP2 and the dtype of `hp`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -181,7 +187,8 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     )
     model = hf_model.to(world.device)
     mesh = world.device_mesh(MeshShape(1, world.size))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    dtype = compute_dtype(hp.precision, world.device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     blocks = model.model.layers if hp.own_model.positions == "rope" else model.transformer.h
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

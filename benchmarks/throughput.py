@@ -6,7 +6,8 @@
         --plot sweep.png
 
 Contenders: `ours`, fsdp.py; `fsdp1-float32` and `fsdp1-bfloat16`, FullyShardedDataParallel with
-transformer_auto_wrap_policy, autocast and AdamW; `transformers`, Hugging Face's model with FSDP2;
+transformer_auto_wrap_policy, autocast and AdamW; `transformers`, Hugging Face's model with FSDP2
+in the run's dtype;
 `torchtitan`, its Llama, compiled and sharded by its code, if installed (pip install
 "torchtitan<0.3" triton). `ours+key=value` changes hyperparameters of ours. Every contender has its
 own processes and trains the same batch size; they alternate round by round. If a GPU cannot hold
