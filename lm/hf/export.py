@@ -336,7 +336,8 @@ def _find_layout(config: AnyModelConfig) -> _Layout:
     for name, place in of_parameters.items():
         places[name.removesuffix(".weight")] = place
     for name, shape in shapes.items():
-        n_out[name.removesuffix(".weight")] = shape[1 if family.transposed else 0]
+        if len(shape) == 2:
+            n_out[name.removesuffix(".weight")] = shape[1 if family.transposed else 0]
     return _Layout(places, n_out, family.transposed)
 
 
