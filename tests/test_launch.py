@@ -414,6 +414,7 @@ def test_command_without_a_package_exits_with_2_and_one_line(
 ) -> None:
     command = [sys.executable, "-m", module, *arguments.split()]
     variables = os.environ | {"PYTHONPATH": hide_package(tmp_path, package)}
+    (tmp_path / "config.yaml").write_text("hyperparameters: {}\n")
     done = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
     )

@@ -231,6 +231,7 @@ def test_console_shows_phases_samples_and_traces(profiled: Path) -> None:
         if re.match(r" *\d+\.\d s  |core_api|traces|sample|curves", line)
     ]
     parts = [
+        "checking the hyperparameters",
         "importing",
         "reading",
         "building",
