@@ -161,7 +161,7 @@ def read_structure(source: str) -> Structure:
     """
     directory = find_source(source, _STRUCTURE_FILES)
     path = directory / CONFIG_FILE
-    raw = read_config(source)
+    raw = read_object(path)
     is_here = Path(source).is_dir()
     if config_json.is_of_a_family(raw):
         if is_here:
@@ -296,7 +296,7 @@ def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
     if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
         conversion = open_conversion(directory)
         conversion.read(model.network)
-        return ()
+        return conversion.unused
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
