@@ -115,7 +115,8 @@ class TransformersModel(nn.Module):
             return self._next_logits(tokens, cache)
         options = self._options_for(document_ids)
         if targets is not None and self.config.examined.hidden_states:
-            x = self._base(tokens, **options).last_hidden_state  # B T D
+            base = self.network.base_model(input_ids=tokens, **options)
+            x = base.last_hidden_state  # B T D
             return self.head(x, targets, queries)
         logits = self.network(input_ids=tokens, **options).logits
         if targets is None:
@@ -124,10 +125,6 @@ class TransformersModel(nn.Module):
             return score_logits(logits.flatten(0, 1)[queries], targets)
         flat = logits.flatten(0, 1).float()
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-    def _base(self, tokens: Tensor, **options: Any) -> Any:
-        """Return what the network computes below its head."""
-        return self.network.base_model(input_ids=tokens, **options)
 
     def _options_for(self, document_ids: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the network for complete sequences."""
@@ -305,16 +302,13 @@ _NOT_OF_THE_MODEL = (
 
 
 def _import_transformers() -> Any:
-    logging.disable(logging.WARNING)  # torchao, which it imports, logs what a CPU does not have
     try:
-        import transformers
-
-        return transformers
+        with quiet():  # torchao, which it imports, logs what a CPU does not have
+            import transformers
     except ImportError:
         problem = requires("transformers -c constraints.txt")
         raise ConfigError(f"init_from: a model of transformers {problem}") from None
-    finally:
-        logging.disable(logging.NOTSET)
+    return transformers
 
 
 def _explain_unknown(values: Mapping[str, Any]) -> str:
@@ -349,12 +343,13 @@ def one_line(error: Exception) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Let transformers log errors only, and warn of nothing."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def build_network(config: PreTrainedConfig, *, on_meta: bool = True) -> PreTrainedModel:

@@ -16,20 +16,19 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lm.checkpoint.headers import TensorSlice
 from lm.data.hub_cache import find_directory
 from lm.errors import ConfigError, command, error_prefix
 from lm.fileio import home_path
-from lm.hf import adapters, weights
+from lm.hf import adapters, config_json, weights
 from lm.hf.conversion import open_conversion
 from lm.hf.examine import examine
 from lm.hf.export import export_model
 from lm.hf.files import CONFIG_FILE, WEIGHT_DTYPES, refuse_quantized
-from lm.hf.weights import Structure
-from lm.transformers_config import TransformersConfig
 from lm.transformers_model import text_config
 from lm.units import format_bytes, format_parameters
 
@@ -41,9 +40,9 @@ def describe_model(source: str) -> str:
     weights.model_defaults(source)  # checks the tokenizer, too
     if not Path(source).is_dir():
         return _describe_on_hub(source)
-    structure = weights.read_structure(source)
-    if structure.family is None:
-        return _describe_of_transformers(source, structure)
+    raw = weights.read_config(source)
+    if not config_json.is_of_a_family(raw):
+        return _describe_of_transformers(source, raw)
     model = weights.open_model(Path(source))
     slices: set[TensorSlice] = set()  # each once, though GPT-2's query, key and value share one
     for tensor in model.sources.values():
@@ -59,10 +58,9 @@ def describe_model(source: str) -> str:
     return "\n".join(lines)
 
 
-def _describe_of_transformers(source: str, structure: Structure) -> str:
-    conversion = open_conversion(structure.directory)
-    config = structure.config
-    assert isinstance(config, TransformersConfig)
+def _describe_of_transformers(source: str, raw: Mapping[str, Any]) -> str:
+    conversion = open_conversion(Path(source))
+    config = weights.examined_config(raw)
     n_parameters = f"{format_parameters(config.n_parameters)} parameters"
     lines = [f"{source}: {config.model_type} of transformers, {n_parameters}"]
     lines.append(f"can be read: init_from: {source}")
@@ -100,7 +98,9 @@ def describe_examination(source: str) -> tuple[str, int]:
 
 def _describe_on_hub(source: str) -> str:
     _, config, family = weights.read_structure(source)
-    name = f"{family.class_name}" if family is not None else "a model of transformers"
+    name = "a model of transformers"
+    if family is not None:
+        name = family.class_name
     summary = f"{name}, {format_parameters(config.n_parameters)} parameters"
     weights_line = "its weights are downloaded, and their tensors checked, where they are loaded"
     return f"{source}: {summary}\ncan be read: init_from: {source}\n{weights_line}"

@@ -319,9 +319,9 @@ class _Exam:
         )
         model = TransformersModel(config)
         model.to_empty(device="cpu")
-        with torch.no_grad():
-            for name, tensor in self.small.network.state_dict(keep_vars=True).items():
-                model.network.state_dict(keep_vars=True)[name].copy_(tensor)
+        tensors = model.network.state_dict()
+        for name, tensor in self.small.network.state_dict().items():
+            tensors[name].copy_(tensor)
         return model.train()
 
     @cached_property
@@ -373,7 +373,7 @@ class _Exam:
             finding = _compare(logits[i, : alone.shape[1]], alone[0], "logits")
             if not finding.holds:
                 return finding
-        return self._compare_losses(self.model, rows, targets, None)
+        return self._compare_losses(rows, targets, None)
 
     def packing(self) -> Finding:
         row = torch.cat(self.documents, dim=1)
@@ -386,18 +386,14 @@ class _Exam:
         finding = _compare(logits, torch.cat(self.alone, dim=1), "logits")
         if not finding.holds:
             return finding
-        return self._compare_losses(self.model, row, targets, document_ids)
+        return self._compare_losses(row, targets, document_ids)
 
     def _compare_losses(
-        self,
-        model: TransformersModel,
-        rows: Tensor,
-        targets: Tensor,
-        document_ids: Tensor | None,
+        self, rows: Tensor, targets: Tensor, document_ids: Tensor | None
     ) -> Finding:
         """Return whether the gradients of a batch are those of its documents alone."""
-        loss = model(rows, targets, document_ids)
-        return _compare_gradients(_gradients(model.network, loss), self.gradients_alone)
+        loss = self.model(rows, targets, document_ids)
+        return _compare_gradients(_gradients(self.model.network, loss), self.gradients_alone)
 
     def gradients(self) -> Finding:
         unexpected = [

@@ -83,8 +83,15 @@ _WIDTHS = {
 _DERIVED = ("head_dim",)
 """What some classes derive from other sizes if it is null, and others need."""
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "kv_n_heads", "num_kv_heads")
-_KV_HEADS_OF_SOME = ("swa_num_key_value_heads", "num_global_key_value_heads")
+_KV_HEADS = (
+    "num_key_value_heads",
+    "n_kv_heads",
+    "kv_n_heads",
+    "num_kv_heads",
+    "swa_num_key_value_heads",
+    "num_global_key_value_heads",
+)
+"""of all layers, or of some"""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
@@ -188,10 +195,10 @@ def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
             continue
         size = _WIDTHS.get(key)
         is_inner = key.endswith(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"))
-        if size is not None and (cuts_widths or is_inner or size in lengths):
-            small[key] = _replace(value, size)
-        elif size is not None and value is None and key in _DERIVED:
+        if value is None and key in _DERIVED:
             small[key] = size
+        elif size is not None and (cuts_widths or is_inner or size in lengths):
+            small[key] = _replace(value, size)
         elif key == "pad_token_id" and value is not None:
             small[key] = 0
         elif key.endswith(("_token_id", "_token_index", "_token_ids")):
@@ -222,7 +229,7 @@ def _cut_experts(small: dict[str, Any]) -> None:
             small[key] = 2
         elif key in _EXPERTS:
             small[key] = _at_most(value, 4)
-        elif key in _EXPERTS_PER_TOKEN or key in ("n_group", "num_expert_group"):
+        elif key in _EXPERTS_PER_TOKEN or key in _EXPERT_GROUPS:
             small[key] = _at_most(value, 2)
         elif key in ("topk_group", "num_limited_groups"):
             small[key] = _at_most(value, 1)
@@ -246,14 +253,14 @@ def _cut_heads(small: dict[str, Any]) -> None:
                 values[key] = 4
             elif isinstance(values.get(key), list):
                 values[key] = [4] * len(values[key])
-        for key in (*_KV_HEADS, *_KV_HEADS_OF_SOME):
+        for key in _KV_HEADS:
             if key in values:
                 values[key] = _cut_kv_heads(values[key], heads)
-    for key, partner in (("linear_num_key_heads", "linear_num_value_heads"),):
-        if isinstance(small.get(key), int):
-            are_equal = small[key] == small.get(partner)
-            small[key] = 2
-            small[partner] = 2 if are_equal else 4
+    n_linear = small.get("linear_num_key_heads")
+    if isinstance(n_linear, int):
+        are_equal = n_linear == small.get("linear_num_value_heads")
+        small["linear_num_key_heads"] = 2
+        small["linear_num_value_heads"] = 2 if are_equal else 4
     if isinstance(small.get("index_n_heads"), int):
         small["index_n_heads"] = 2
 
