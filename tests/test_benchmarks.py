@@ -221,6 +221,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     process = benchmark.start("--tiny")
     while "1B tensorwise" not in benchmark.rows() and process.poll() is None:
         time.sleep(0.05)
+    if process.poll() is not None:
+        pytest.fail(
+            "\n".join([*process.communicate(), benchmark.out.with_suffix(".log").read_text()])
+        )
     children = psutil.Process(process.pid).children()
     (worker,) = [child for child in children if "gpu_points" in " ".join(child.cmdline())]
     worker.kill()

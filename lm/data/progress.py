@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from lm.data.documents import format_of
 from lm.data.files import is_compressed
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LOG_SECONDS = 30.0
 """Time between progress lines if stderr is not a terminal."""
@@ -25,6 +26,8 @@ def progress_bar(
     Args:
         file_format: of all files; None = by suffix.
     """
+    from tqdm import tqdm  # a run on random tokens does not need it
+
     seconds = LOG_SECONDS
     if sys.stderr.isatty():
         seconds = 0.1

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from lm.data.cache import cached, describe_files, remembered
 from lm.data.encoder import Document, encode_in_threads, split_document
@@ -25,6 +24,9 @@ from lm.errors import ConfigError
 from lm.launch.launch import is_rank0
 from lm.launch.machine import usable_cores
 from lm.units import format_count
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class TextTokens(NamedTuple):
