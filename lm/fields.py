@@ -77,10 +77,10 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, str_mi
         parsed = validate(value)
         if isinstance(parsed, int | float) and abs(parsed) >= 2**63:
             raise ValueError(f"{value} is too large, 2^63 or more")
-        is_true_as_number = isinstance(value, bool) and not isinstance(parsed, bool)
-        has_nul = isinstance(parsed, str) and "\0" in parsed
-        if is_true_as_number or has_nul:
-            raise PydanticCustomError("not_accepted", "")
+        if isinstance(value, bool) and not isinstance(parsed, bool):
+            raise PydanticCustomError("not_accepted", "true and false are no numbers")
+        if isinstance(parsed, str) and "\0" in parsed:
+            raise PydanticCustomError("not_accepted", "contains NUL")
         return parsed
 
 

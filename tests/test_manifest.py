@@ -337,6 +337,8 @@ def test_read_manifest_refuses_malformed_json(text: bytes, victim: Path) -> None
         ("files", {SHARDS[0]: {"bytes": 10**400, "crc32c": 0}}),
         ("files", {SHARDS[0]: {"bytes": 1, "crc32c": 2**32}}),
         ("more", 1),
+        ("model", {"n_positions": True}),
+        ("model", {"d_model": "\0"}),
     ],
 )
 def test_read_manifest_names_the_impossible_field(field: str, value: Any, victim: Path) -> None:

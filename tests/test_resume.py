@@ -382,7 +382,9 @@ def test_resume_from_another_run_moves_the_earlier_one_aside(
     assert sorted(checkpoints_by_step(tmp_path, "before")) == [3, 4]
 
 
-@pytest.mark.parametrize(("key", "value"), [("lr", [1]), ("max_steps", "x"), ("beta1", 1e999)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", [1]), ("max_steps", "x"), ("beta1", 1e999), ("lr", True)]
+)
 def test_resume_refuses_hyperparameters_of_wrong_types(
     key: str, value: object, two_steps: Path, tmp_path: Path
 ) -> None:

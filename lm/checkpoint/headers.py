@@ -43,6 +43,8 @@ DTYPES = {
 }
 """by safetensors' code"""
 
+_SHARDING = "DCP_SHARDING_INFO"
+"""key of the metadata in which PyTorch says what a file has of each tensor"""
 _POINTER_BYTES = 64
 """Enough of a file to see that it is a pointer to another."""
 MAX_DIMENSIONS = 8
@@ -95,9 +97,8 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
         except ValueError as error:
             raise CheckpointError(f"{path}: damaged header: {str(error)[:200]}") from None
-        except (KeyError, TypeError, RecursionError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path}: damaged header: {problem[:200]}") from None
+        except RecursionError:
+            raise CheckpointError(f"{path}: damaged header: nested too deeply") from None
     return found
 
 
@@ -105,7 +106,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
     """Yield the tensors of a file by name.
 
     Raises:
-        ValueError, KeyError, TypeError, RecursionError: the header is damaged.
+        ValueError, RecursionError: the header is damaged.
     """
     with open(path, "rb", opener=open_regular) as file:
         file_size = os.fstat(file.fileno()).st_size
@@ -124,22 +125,24 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
         header = json.loads(file.read(length), object_pairs_hook=_unique_names)
     if not isinstance(header, dict):
         raise ValueError("not a JSON object")
-    metadata = header.pop("__metadata__", {})
-    sharding: dict[str, Any] = {}  # of no tensor: a file without offsets
-    if "DCP_SHARDING_INFO" in metadata:
-        sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique_names)
+    sharding = _read_sharding(header.pop("__metadata__", {}))
     values_start = 8 + length
     extents = []
     for name, entry in header.items():
-        shape = _sizes(entry["shape"], name)
-        begin, end = _sizes(entry["data_offsets"], name)
-        dtype = DTYPES.get(entry["dtype"])
+        shape = _sizes(_member(entry, "shape", name), name)
+        extent = _sizes(_member(entry, "data_offsets", name), name)
+        if len(extent) != 2:
+            raise ValueError(f"{name[:80]}: {len(extent)} data_offsets, not 2")
+        begin, end = extent
+        code = str(_member(entry, "dtype", name))
+        dtype = DTYPES.get(code)
         if dtype is None:
-            code = str(entry["dtype"])[:20]
-            raise ValueError(f"{name[:80]}: dtype {code} is not one of {', '.join(DTYPES)}")
+            known = ", ".join(DTYPES)
+            raise ValueError(f"{name[:80]}: dtype {code[:20]} is not one of {known}")
         offsets = (0,) * len(shape)
         if sharding:
-            offsets = _sizes(sharding[name]["saved_offsets"], name)
+            piece = _member(sharding, name, _SHARDING)
+            offsets = _sizes(_member(piece, "saved_offsets", f"{_SHARDING}: {name}"), name)
         is_in_file = begin < end and values_start + end <= file_size
         has_size = end - begin == math.prod(shape) * dtype.itemsize
         is_rows = len(offsets) == len(shape) and not any(offsets[1:])
@@ -156,6 +159,20 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
     if values_start + n_bytes != file_size:
         n_more = file_size - values_start - n_bytes
         raise ValueError(f"the file is {n_more:,} bytes longer than its tensors")
+
+
+def _read_sharding(metadata: Any) -> Any:
+    """Return what the metadata of a file say of its slices; {} = its tensors are complete."""
+    if not isinstance(metadata, dict):
+        raise ValueError("__metadata__ is not a JSON object")
+    return json.loads(str(metadata.get(_SHARDING, "{}")), object_pairs_hook=_unique_names)
+
+
+def _member(value: Any, key: str, place: str) -> Any:
+    """Return a member of a JSON object; raise ValueError if `value` has none of that name."""
+    if not isinstance(value, dict) or key not in value:
+        raise ValueError(f"{place[:80]}: has no {key[:80]}")
+    return value[key]
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
