@@ -464,8 +464,11 @@ NOISE = os.urandom(4000)
             "text",
             ":2: has 3 columns, but the header has 2; TSV has no quotes",
         ),
-        ("a.csv", b'n,text\n1,"to', "text", ":2: is not valid CSV"),
-        ("a.csv", b'n,text\n1,"to \\"be\\" or"\n', "text", ":2: is not valid CSV"),
+        ("a.csv", b'n,text\n1,"to', "text", ":2: is not valid CSV: a quote is not closed"),
+        ("a.csv", b"n,text\r1,to be\r2,or\r", "text", ":1: is not valid CSV: a carriage return"),
+        ("a.csv", b"n,text\n1,to\rbe\n", "text", ":2: is not valid CSV: a carriage return"),
+        ("a.tsv", b"n\ttext\n1\tto\rbe\n", "text", ":2: is not valid TSV: a carriage return"),
+        ("a.csv", b'n,text\n1,"to \\"be\\" or"\n', "text", ":2: is not valid CSV: text after a"),
         (
             "a.csv",
             b"text,n\nto be,1,\n",

@@ -58,6 +58,15 @@ _DIALECTS = {
 }
 
 
+_CSV_PROBLEMS = {
+    "new-line character": "a carriage return without a line feed; if it ends lines, convert them,"
+    " tr '\\r' '\\n' < FILE > NEW, else delete it",
+    "unexpected end of data": "a quote is not closed; close it, or write quotes in text twice",
+    " expected after ": "text after a closing quote; write quotes in text twice",
+}
+"""what it means that the standard library's reader says so of a file"""
+
+
 class Record(NamedTuple):
     """A record of a file."""
 
@@ -125,8 +134,8 @@ def read_table(path: Path, name: str) -> Table:
                 if row:
                     yield f"{path}:{reader.line_num}", row
         except csv.Error as error:
-            place = f"{path}:{reader.line_num}"
-            raise ConfigError(f"{place}: is not valid {dialect.name}: {error}") from None
+            problem = f"is not valid {dialect.name}: {_explain(error)}"
+            raise ConfigError(f"{path}:{reader.line_num}: {problem}") from None
 
     rows = read_rows()
     place, header = next(rows, (str(path), []))
@@ -135,6 +144,14 @@ def read_table(path: Path, name: str) -> Table:
             problem = f"has {count} columns {column!r}; rename all but one"
             raise ConfigError(f"{place}: {problem}")
     return Table(header, _read_fields(header, rows, dialect))
+
+
+def _explain(error: csv.Error) -> str:
+    message = str(error)
+    for part, explanation in _CSV_PROBLEMS.items():
+        if part in message:
+            return explanation
+    return message
 
 
 def _read_fields(
