@@ -358,6 +358,29 @@ def test_lock_that_is_no_file_is_named(make: Callable[[Path], None]) -> None:
         in_world(RunDir("x").lock)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.mkdir,
+        os.mkfifo,
+        Path.touch,
+        lambda path: path.write_bytes(b"a\nb"),
+        lambda path: path.write_bytes(b"a" * 10_000),
+        lambda path: path.symlink_to("/etc/hostname"),
+    ],
+    ids=["directory", "FIFO", "empty", "two lines", "too long", "link"],
+)
+def test_first_checkpoint_that_cannot_be_read_is_named_at_the_start(
+    make: Callable[[Path], None],
+) -> None:
+    """Saving would notice it after many steps."""
+    path = Path("runs/x/first_checkpoint")
+    path.parent.mkdir(parents=True)
+    make(path)
+    with pytest.raises(ConfigError, match=f"^{path}: .*; move it"):
+        started()
+
+
 def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     run_dir = started()
     checkpoints = LocalCheckpoints(run_dir.checkpoints)

@@ -27,13 +27,18 @@ from lm.checkpoint.store import (
     CheckpointStore,
     LocalCheckpoints,
     NewCheckpoint,
-    read_first_checkpoint,
     write_first_checkpoint,
 )
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
 from lm.runtime.lease import Lease, is_held
-from lm.runtime.run_dir import ASIDE, FIRST_CHECKPOINT, TRANSFER_PREFIX, move_aside
+from lm.runtime.run_dir import (
+    ASIDE,
+    FIRST_CHECKPOINT,
+    TRANSFER_PREFIX,
+    move_aside,
+    read_first_checkpoint,
+)
 
 if TYPE_CHECKING:
     from lm.runtime.world import World

@@ -19,13 +19,14 @@ from lm.checkpoint import remote
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
-from lm.errors import MAX_LINE, ConfigError
-from lm.fileio import read_bytes, replace_durably, sync_directory
+from lm.errors import ConfigError
+from lm.fileio import replace_durably, sync_directory
 from lm.runtime.run_dir import (
     FIRST_CHECKPOINT,
     TRANSFER_PREFIX,
     is_locked,
     move_aside,
+    read_first_checkpoint,
     release_leases,
     require_locked,
 )
@@ -172,14 +173,6 @@ class CheckpointStore(ABC):
     def close_after_error(self) -> None:
         """Try to `close`, once, without the other ranks: metrics up to an error can explain it."""
         release_leases()
-
-
-def read_first_checkpoint(run_dir: Path) -> str | None:
-    """Return the location of the run's first checkpoint; None if it has not had one."""
-    try:
-        return read_bytes(run_dir / FIRST_CHECKPOINT, MAX_LINE).decode(errors="replace")
-    except FileNotFoundError:
-        return None
 
 
 def write_first_checkpoint(run_dir: Path, location: str) -> None:

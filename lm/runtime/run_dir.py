@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from lm.errors import ConfigError, RunError
+from lm.errors import MAX_LINE, ConfigError, RunError
 from lm.fileio import open_regular, print_once, read_bytes, replace_durably, sync_directory
 from lm.launch.cleanup import at_exit
 from lm.runtime.lease import (
@@ -144,7 +144,7 @@ class RunDir:
             raise ConfigError(f"{problem}; {remedy}, or start in another directory") from None
         if holder is not None:
             raise in_use_error(self.path, holder)
-        if (self.path / FIRST_CHECKPOINT).exists():  # the file system has shown that it can
+        if read_first_checkpoint(self.path) is not None:  # the file system has shown that it can
             return
         try:
             _try_to_save(self.checkpoints)
@@ -195,6 +195,25 @@ def _try_to_save(directory: Path) -> None:
         replace_durably(draft / "file", b"\n")
         draft.rename(Path(name) / "saved")
         sync_directory(Path(name))
+
+
+def read_first_checkpoint(run_dir: Path) -> str | None:
+    """Return the location of the run's first checkpoint; None if it has not had one.
+
+    Raises:
+        ConfigError: the file cannot be read, or names none.
+    """
+    path = run_dir / FIRST_CHECKPOINT
+    problem = "names no checkpoint"
+    try:
+        location = read_bytes(path, MAX_LINE).decode(errors="replace")
+        if re.fullmatch(f"(.*/)?{_NAME}", location):
+            return location
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    raise ConfigError(f"{path}: {problem}; move it out of the run's directory")
 
 
 def move_aside(run_dir: Path) -> None:
