@@ -1006,6 +1006,8 @@ COPIED_FILES = {
     "tokenizer.model": b"\0" * (9 << 20),
     "vocab.json": b"{ }",
     "merges.txt": b"#version: 0.2\n",
+    "tekken.json": b'{"vocab": []}',
+    "spiece.model": b"\1",
 }
 
 

@@ -47,7 +47,16 @@ ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 _ADDED_TOKENS = "added_tokens.json"
-_COPIED_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
+_COPIED_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 """Not read here, but by what converts an export: merge scores are in tokenizer.model only."""
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
