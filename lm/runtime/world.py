@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch
@@ -51,17 +51,25 @@ class MeshShape(NamedTuple):
     """number of shards of each replica"""
 
 
-def make_mesh(device_type: str, shape: MeshShape) -> DeviceMesh:
+def make_mesh(device_type: str, shape: MeshShape, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh of all ranks with the dimensions "replicate" and "shard".
 
     Without the first for a single replica: every rank would create a process group for it.
+
+    Args:
+        timeout: of the new process groups; None = PyTorch's default.
     """
-    sizes: tuple[int, ...] = shape
-    names: tuple[str, ...] = shape._fields
     if shape.replicate == 1:
-        sizes = (shape.shard,)
-        names = ("shard",)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        return DeviceMesh.from_group(everyone, device_type, mesh_dim_names=("shard",))
+    ranks = torch.arange(shape.replicate * shape.shard).view(shape)
+    groups: list[Any] = []
+    for ranks_of_groups in (ranks.T, ranks):
+        # `init_device_mesh` would set the default timeout of 30 minutes.
+        group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout)
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=shape._fields)
 
 
 @dataclass(frozen=True)
@@ -109,11 +117,7 @@ class World:
 
     def device_mesh(self, shape: MeshShape) -> DeviceMesh:
         """Return the mesh of `shape`, with this world's timeout."""
-        mesh = make_mesh(self.device.type, shape)
-        for group in mesh.get_all_groups():
-            # init_device_mesh sets PyTorch's default timeout of 30 minutes.
-            _set_timeout(self.tensor_timeout, group)
-        return mesh
+        return make_mesh(self.device.type, shape, self.tensor_timeout)
 
     def all_gather(self, values: Tensor) -> Tensor:
         """Return every rank's `values`, a tensor on the device, by rank: `(size, *shape)`."""
@@ -252,11 +256,3 @@ class World:
 
 def _do_nothing() -> None:
     """What a rank runs that only waits for others."""
-
-
-def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    # From PyTorch 2.14; the other branch can go when that is the oldest one.
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(timeout, group)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
