@@ -22,6 +22,16 @@ def is_supported(out: int, inner: int) -> bool:
     return out % FLOAT8_MULTIPLE == 0 and inner % FLOAT8_MULTIPLE == 0
 
 
+def is_faster_by_rows(out: int, inner: int) -> bool:
+    """Return whether float8 with a scale per row is faster than bfloat16 for `(out, inner)`.
+
+    By torchao's measurements on H100 (its `float8/README.md`).
+    """
+    if out <= 2048 or inner <= 1024:
+        return False
+    return out > 4096 or inner > 2048
+
+
 def gathers_in_float8(recipe: str | None, shapes: Iterable[tuple[int, int]], shards: int) -> bool:
     """Return whether ranks convert their shards of matrices `(out, in)` before the all-gather.
 
@@ -43,19 +53,14 @@ def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int)
         shards: ranks that shard a parameter on their GPUs; 1 with `cpu_offload`.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear_utils import (
-        _auto_filter_for_recipe,  # until torchao exports it
-    )
 
-    def has_kernel(module: nn.Module, _name: str) -> bool:
+    def is_converted(module: nn.Module, _name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        return is_supported(module.out_features, module.in_features)
-
-    is_converted = has_kernel
-    if recipe == "rowwise" and on_gpu:
-        # Leaves out small layers, too, which would be slower than in bfloat16.
-        is_converted = _auto_filter_for_recipe(recipe, [])
+        shape = module.out_features, module.in_features
+        if recipe == "rowwise" and on_gpu and not is_faster_by_rows(*shape):
+            return False
+        return is_supported(*shape)
 
     layers = [module for module in blocks.modules() if isinstance(module, nn.Linear)]
     shapes = [(layer.out_features, layer.in_features) for layer in layers]
