@@ -667,7 +667,7 @@ def test_mlflow_receives_reports_whose_steps_were_all_skipped(
 
 @pytest.mark.slow
 def test_wandb_run_on_a_cluster_is_named_by_the_trial(tmp_path: Path) -> None:
-    trial = "SimpleNamespace(trial_id=7, _config={})"
+    trial = "SimpleNamespace(trial_id=7)"
     ids = "cluster_id='c-1', task_id='', allocation_id='', agent_id=''"
     info = f"SimpleNamespace(master_url='http://127.0.0.1:1', {ids}, trial={trial})"
     env = {"WANDB_MODE": "offline", "DET_USER": "tester", "DET_SESSION_TOKEN": "secret"}

@@ -33,8 +33,6 @@ class TorchDistributedContext(core.DistributedContext):
         self.local_size = launch.local_size
         self.cross_rank = launch.node_rank
         self.cross_size = launch.world_size // launch.local_size
-        self._is_chief = launch.rank == 0
-        self._is_local_chief = launch.local_rank == 0
 
     def close(self) -> None:
         """Do nothing: `join_world` destroys the process groups."""
@@ -53,13 +51,13 @@ class TorchDistributedContext(core.DistributedContext):
 
     def gather(self, stuff: Any) -> list[Any] | None:
         values = self.allgather(stuff)
-        if not self._is_chief:
+        if self.rank != 0:
             return None
         return values
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
         values = self.allgather_local(stuff)
-        if not self._is_local_chief:
+        if self.local_rank != 0:
             return None
         return values
 

@@ -89,8 +89,12 @@ def trial_info() -> det.ClusterInfo | None:
 
 
 def experiment_config(info: det.ClusterInfo) -> Mapping[str, Any]:
-    """Return the config of a trial's experiment, with the hyperparameters of this trial."""
-    return {**private.experiment_config(info), "hyperparameters": info.trial.hparams}
+    """Return the config of a trial's experiment, with the hyperparameters of this trial.
+
+    The platform passes it in the environment.
+    """
+    config = json.loads(os.environ["DET_EXPERIMENT_CONFIG"])
+    return config | {"hyperparameters": info.trial.hparams}
 
 
 def should_preempt(context: core.Context, info: det.ClusterInfo | None) -> bool:

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-import determined as det
 from determined import core
 from determined.common.api import bindings
 from determined.core._metrics import _Shipper
@@ -17,11 +15,6 @@ from determined.core._metrics import _Shipper
 def let_reports_wait() -> None:
     """Let any number of reports wait for the master, instead of blocking rank 0 after 1,000."""
     _Shipper.METRICS_QUEUE_MAXSIZE = 0  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def experiment_config(trial: det.ClusterInfo) -> Mapping[str, Any]:
-    """Return the config of a trial's experiment; Determined's own Trainer reads it in this way."""
-    return trial.trial._config
 
 
 def replace_post_metrics(
