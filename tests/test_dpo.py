@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lm import config
@@ -23,13 +24,23 @@ from lm.inputs import check_searcher
 from lm.memory import Ranks
 from lm.metrics.device import GIB
 from lm.plan.step import device_bytes, find_peak, measure_step
-from lm.training import lora, parallelize
-from model import Transformer
-from tests.support.hf import LLAMA, add_tokenizer, make_reference
+from tests.support.hf import (
+    LLAMA,
+    adapters_in_peft,
+    add_tokenizer,
+    make_reference,
+    names_in_transformers,
+    start_as_ours,
+)
 from tests.support.hyperparameters import LLAMA_STYLE, TINY, named_keys
 from tests.support.parallelism import train_each
 from tests.support.ranks import run_ranks
-from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
+from tests.support.runs import (
+    SAVE_FIRST_GRADIENTS,
+    checkpoints_by_step,
+    read_reports,
+    run_fsdp,
+)
 
 STEPS = 5
 N_PAIRS = 16
@@ -191,24 +202,45 @@ def test_dpo_is_its_definition(name: str, sources: Sources, tmp_path: Path) -> N
 # ---- TRL
 
 TRL_STEPS = 20
-TRL: dict[str, dict[str, Any]] = {
-    "sigmoid": {},
-    "ipo": {"dpo_loss": "ipo", "dpo_beta": 0.5},
-    "adapters": {"lora_rank": 4, "lora_alpha": 8},
+
+
+class TRLVariant(NamedTuple):
+    changes: dict[str, Any]
+    arguments: dict[str, Any]
+    """of TRL, whose sigmoid loss ignores `label_smoothing`"""
+
+
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+"""Pair by pair, `aot` is conservative DPO, and `sft` a mean over the pairs, too."""
+TRL: dict[str, TRLVariant] = {
+    "sigmoid": TRLVariant({}, {}),
+    "ipo": TRLVariant({"dpo_loss": "ipo", "dpo_beta": 0.5}, {}),
+    "adapters": TRLVariant({"lora_rank": 4, "lora_alpha": 8}, {}),
+    "smoothed": TRLVariant(
+        {"label_smoothing": 0.1, "dpo_beta": 0.3},
+        {"loss_type": ["aot"], "label_smoothing": 0.1} | ONE_BY_ONE,
+    ),
+    "with-sft": TRLVariant(
+        {"sft_weight": 0.5},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]} | ONE_BY_ONE,
+    ),
 }
 
 
-def place_of(name: str) -> tuple[str, ...]:
-    """The layer, the module and the kind of a parameter, the same in PEFT's names and in ours."""
-    words = [word for word in name.split(".") if word != "default"]
-    return (*filter(str.isdigit, words), *words[-3:-1])
+class TRLRun(NamedTuple):
+    metrics: list[dict[str, float]]
+    """of each step"""
+    gradients: dict[str, Tensor]
+    """of the first step, by our names"""
 
 
-def train_with_trl(sources: Sources, hp: config.Hyperparameters, folder: Path) -> list[Any]:
-    """TRL's metrics of each step, of all weights or of adapters that start as ours do."""
+def train_with_trl(
+    sources: Sources, hp: config.Hyperparameters, changes: dict[str, Any], folder: Path
+) -> TRLRun:
+    """Train all weights, or adapters that start as ours do, with TRL."""
     import peft
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -221,47 +253,57 @@ def train_with_trl(sources: Sources, hp: config.Hyperparameters, folder: Path) -
             lora_alpha=int(hp.lora.lora_alpha),
             target_modules="all-linear",
         )
-    arguments = DPOConfig(
-        output_dir=str(folder),
-        max_steps=TRL_STEPS,
-        per_device_train_batch_size=4,
-        learning_rate=hp.optim.lr,
-        lr_scheduler_type="constant",
-        weight_decay=hp.optim.weight_decay,
-        adam_beta1=hp.optim.beta1,
-        adam_beta2=hp.optim.beta2,
-        max_grad_norm=0.0,
-        beta=hp.objective.dpo_beta,
-        loss_type=[hp.objective.dpo_loss],
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        logging_strategy="steps",
-        save_strategy="no",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": TRL_STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": hp.optim.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": hp.optim.weight_decay,
+        "adam_beta1": hp.optim.beta1,
+        "adam_beta2": hp.optim.beta2,
+        "max_grad_norm": 0.0,
+        "beta": hp.objective.dpo_beta,
+        "loss_type": [hp.objective.dpo_loss],
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "logging_strategy": "steps",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
     tokenizer = AutoTokenizer.from_pretrained(sources.model)
     tokenizer.pad_token = tokenizer.eos_token
     trainer = DPOTrainer(
         model,
-        args=arguments,
+        args=DPOConfig(**(arguments | changes)),
         train_dataset=Dataset.from_list(sources.lines()),
         processing_class=tokenizer,
         peft_config=adapted,
     )
-    if adapted is not None:
-        initial = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
-        parallelize.initialize_parameters(initial, hp.run.seed or 0)
-        ours = {place_of(name): tensor for name, tensor in initial.named_parameters()}
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if ".lora_" in name:
-                    parameter.copy_(ours[place_of(name)])
+    if adapted is None:
+        parameters = dict(model.named_parameters())
+        names = names_in_transformers("llama", hp)
+        trained = {ours: parameters[theirs] for ours, theirs in names.items()}
+    else:
+        assert isinstance(trainer.model, nn.Module)
+        trained = adapters_in_peft(trainer.model, "llama", hp)
+        start_as_ours(trained, hp, hp.run.seed or 0)
+    gradients: dict[str, Tensor] = {}
+
+    class KeepFirstGradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+            for name, parameter in trained.items():
+                assert parameter.grad is not None
+                gradients.setdefault(name, parameter.grad.clone())
+
+    trainer.add_callback(KeepFirstGradients())
     trainer.train()
-    return [line for line in trainer.state.log_history if "rewards/chosen" in line]
+    metrics = [line for line in trainer.state.log_history if "rewards/chosen" in line]
+    return TRLRun(metrics, gradients)
 
 
 @pytest.mark.slow
@@ -269,16 +311,25 @@ def train_with_trl(sources: Sources, hp: config.Hyperparameters, folder: Path) -
 @pytest.mark.parametrize("name", TRL)
 def test_dpo_trains_as_trl(name: str, sources: Sources, tmp_path: Path) -> None:
     changes = {"max_steps": TRL_STEPS, "validation_rate": TRL_STEPS, "lr": 1e-3}
-    settings = sources.settings(**changes, **TRL[name])
+    settings = sources.settings(**changes, **TRL[name].changes)
     hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
-    run_fsdp(tmp_path, config=settings, code=0)
+    run_fsdp(tmp_path, config=settings, script=SAVE_FIRST_GRADIENTS, code=0)
+    expected = train_with_trl(sources, hp, TRL[name].arguments, tmp_path / "trl")
+
+    gradients = load_file(tmp_path / "gradients")
+    assert gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert torch.dist(gradients[name], gradient) <= 1e-6 * gradient.norm(), name
+
     reports = read_reports(tmp_path)
-    expected = train_with_trl(sources, hp, tmp_path / "trl")
-    assert len(expected) == TRL_STEPS
-    for step, line in enumerate(expected, start=1):
-        found = [reports[step][key] for key in ("loss", "reward_chosen", "reward_rejected")]
-        theirs = [float(line[key]) for key in ("loss", "rewards/chosen", "rewards/rejected")]
-        assert found == pytest.approx(theirs, rel=1e-5, abs=3e-6), step
+    assert len(expected.metrics) == TRL_STEPS
+    for step, line in enumerate(expected.metrics, start=1):
+        assert reports[step]["loss"] == pytest.approx(line["loss"], abs=1e-6), step
+        for reply in ("chosen", "rejected"):
+            # TRL's log-probabilities are float32 sums of up to 64 nats, which are 4e-6 apart.
+            found = reports[step][f"reward_{reply}"] / hp.objective.dpo_beta
+            theirs = line[f"rewards/{reply}"] / hp.objective.dpo_beta
+            assert found == pytest.approx(theirs, abs=8e-6), step
 
 
 # ---- parallelism, accumulation and packing
@@ -378,6 +429,11 @@ def compute_and_print(self, model, pairs):
 DPO.compute_reference = compute_and_print
 """
 
+SHOW_BAR = """
+from lm.data import progress
+progress.LOG_SECONDS = 0.0
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signal", "n_left"), [("SIGTERM", 12), ("SIGKILL", 12)])
@@ -392,8 +448,10 @@ def test_the_reference_is_resumed_inside(
     ended = run_fsdp(tmp_path / "two", config=settings, ranks=2, script=script)
     assert (ended.returncode == 0) == (signal == "SIGTERM")
     assert list(checkpoints_by_step(tmp_path / "two")) == [0]
-    again = run_fsdp(tmp_path / "two", config=settings, ranks=2, script=COUNT, code=0)
+    again = run_fsdp(tmp_path / "two", config=settings, ranks=2, script=COUNT + SHOW_BAR, code=0)
     assert again.stdout.count("batch 4\n") == n_left
+    assert again.stderr.count("| 0/8 [") == 1
+    assert "| 8/8 [" in again.stderr
     assert exact(tmp_path / "two") == exact(tmp_path / "one")
 
 

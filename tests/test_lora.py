@@ -23,7 +23,7 @@ from lm.checkpoint.headers import read_headers
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
-from lm.hf import adapters, export, families, weights
+from lm.hf import adapters, export, weights
 from lm.hf import base as hf_base
 from lm.memory import count_state
 from lm.resume import ResumePlan, load_checkpoint
@@ -43,9 +43,12 @@ from tests.support.checkpoints import (
 from tests.support.hf import (
     GPT2,
     LLAMA,
+    adapters_in_peft,
     add_tokenizer,
+    initial_adapters,
     make_reference,
     read_with_model_defaults,
+    start_as_ours,
     train_reference,
 )
 from tests.support.hyperparameters import TINY, named_keys
@@ -126,26 +129,6 @@ def require_adapters_close(folder: Path, expected: dict[str, torch.Tensor]) -> N
 # ---- training
 
 
-def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
-    model = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
-    parallelize.initialize_parameters(model, seed)
-    return lora.trained_parameters(model)
-
-
-def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
-    """The parameter in PEFT's model of each adapter."""
-    places, _ = families.map_parameters(families.FAMILIES[family], hp.own_model)
-    layers = {
-        name.removesuffix(".weight"): place.name.removesuffix(".weight")
-        for name, place in places.items()
-    }
-    return {
-        f"{ours}.{part}.weight": f"base_model.model.{theirs}.{part}.default.weight"
-        for ours, theirs in layers.items()
-        for part in ("lora_A", "lora_B")
-    }
-
-
 def train_with_peft(
     hp: config.Hyperparameters, base: Path, start: Path | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -167,21 +150,14 @@ def train_with_peft(
     else:
         model = peft.PeftModel.from_pretrained(model, str(start), is_trainable=True)
     model.train()
-    parameters = dict(model.named_parameters())
-    names = {
-        ours: theirs for ours, theirs in names_in_peft("llama", hp).items() if theirs in parameters
-    }
-    initial = initial_adapters(hp, 7)
-    assert names.keys() == initial.keys()
+    trained = adapters_in_peft(model, "llama", hp)
     if start is None:
-        with torch.no_grad():
-            for ours, theirs in names.items():
-                parameters[theirs].copy_(initial[ours])
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    assert len(trained) == len(names)
-    optimizer = torch.optim.AdamW(trained, lr=hp.optim.lr, weight_decay=hp.optim.weight_decay)
+        start_as_ours(trained, hp, 7)
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=hp.optim.lr, weight_decay=hp.optim.weight_decay
+    )
     losses = train_reference(model, optimizer, hp, 7)
-    return losses, {ours: parameters[theirs].detach() for ours, theirs in names.items()}
+    return losses, {name: parameter.detach() for name, parameter in trained.items()}
 
 
 Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0, "use_rslora": True}

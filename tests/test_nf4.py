@@ -7,7 +7,7 @@ import re
 import shutil
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,21 +25,24 @@ from lm.config import Hyperparameters
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
-from lm.hf import families, weights
-from lm.training import lora, nf4, parallelize
+from lm.hf import weights
+from lm.training import nf4
 from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import (
     GPT2,
     LLAMA,
+    adapters_in_peft,
     add_tokenizer,
     make_reference,
     read_with_model_defaults,
+    start_as_ours,
     train_reference,
 )
 from tests.support.parallelism import STRATEGIES, train_each
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
+    SAVE_FIRST_GRADIENTS,
     checkpoints_by_step,
     read_exact_metrics,
     read_reports,
@@ -278,8 +281,17 @@ def test_compiled_runs_on_nf4_train_the_same(bases: dict[str, Path], tmp_path: P
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-5)
 
 
-def train_with_peft(hp: Hyperparameters, base: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and adapters of PEFT on bitsandbytes' layers, from our initial values."""
+class Trained(NamedTuple):
+    """What 20 steps of PEFT's adapters are compared by."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    """of the first step"""
+    adapters: dict[str, nn.Parameter]
+
+
+def train_with_peft(hp: Hyperparameters, base: Path, eps: float) -> Trained:
+    """Train PEFT's adapters on bitsandbytes' layers, from our initial values."""
     import peft
 
     quantization = transformers.BitsAndBytesConfig(
@@ -289,7 +301,7 @@ def train_with_peft(hp: Hyperparameters, base: Path) -> tuple[list[float], dict[
         bnb_4bit_compute_dtype=torch.float32,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        base, attn_implementation="eager", quantization_config=quantization, dtype=torch.float32
+        base, attn_implementation="sdpa", quantization_config=quantization, dtype=torch.float32
     )
     options: dict[str, Any] = {
         "r": hp.lora.lora_rank,
@@ -297,39 +309,43 @@ def train_with_peft(hp: Hyperparameters, base: Path) -> tuple[list[float], dict[
         "target_modules": "all-linear",
     }
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
-    parameters = dict(model.named_parameters())
-    trained: dict[str, Tensor] = {}
-    places, _ = families.map_parameters(families.FAMILIES["llama"], hp.own_model)
-    ours = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
-    parallelize.initialize_parameters(ours, 7)
-    for name, values in lora.trained_parameters(ours).items():
-        layer, _, matrix = name.removesuffix(".weight").rpartition(".")
-        theirs = places[f"{layer}.weight"].name.removesuffix(".weight")
-        trained[name] = parameters[f"base_model.model.{theirs}.{matrix}.default.weight"]
-        trained[name].data.copy_(values)
+    adapters = adapters_in_peft(model, "llama", hp)
+    start_as_ours(adapters, hp, 7)
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in adapters.items():
+
+        def keep_first(parameter: Tensor, name: str = name) -> None:
+            assert parameter.grad is not None
+            gradients.setdefault(name, parameter.grad.clone())
+
+        parameter.register_post_accumulate_grad_hook(keep_first)
     optimizer = torch.optim.AdamW(
-        trained.values(), lr=hp.optim.lr, weight_decay=hp.optim.weight_decay
+        adapters.values(), lr=hp.optim.lr, weight_decay=hp.optim.weight_decay, eps=eps
     )
-    losses = train_reference(model, optimizer, hp, 7)
-    return losses, trained
+    return Trained(train_reference(model, optimizer, hp, 7), gradients, adapters)
 
 
 @pytest.mark.slow
-def test_runs_on_nf4_train_as_peft_on_bitsandbytes(bases: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+@pytest.mark.parametrize(("eps", "bound"), [(1e-8, 5e-5), (1e-4, 1e-6)])
+def test_runs_on_nf4_train_as_peft_on_bitsandbytes(
+    eps: float, bound: float, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    # AdamW's first step divides a gradient by itself plus epsilon: with that of a run, 1e-8, a
+    # gradient that is only rounding changes its weight as much as any other.
+    script = f"{SAVE_FIRST_GRADIENTS}\nfrom lm.training import optim\noptim.ADAM_EPS = {eps}\n"
     hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3)
-    run_fsdp(tmp_path, ranks=2, config=hyperparameters, code=0)
-    hp = read_with_model_defaults(hyperparameters)
-    expected, adapters = train_with_peft(hp, bases["llama"])
+    run_fsdp(tmp_path, ranks=2, config=hyperparameters, script=script, code=0)
+    expected = train_with_peft(read_with_model_defaults(hyperparameters), bases["llama"], eps)
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
-    assert losses == pytest.approx(expected, abs=2e-6)
+    assert losses == pytest.approx(expected.losses, abs=2e-6)
+    gradients = load_file(tmp_path / "gradients")
+    for name, gradient in expected.gradients.items():
+        assert torch.dist(gradients[name], gradient) <= 2e-6 * gradient.norm(), name
     checkpoint = checkpoints_by_step(tmp_path)[20]
     ours = hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
-    assert ours.keys() == adapters.keys()
-    for name, tensor in adapters.items():
-        # AdamW divides by gradients, of which some are almost zero.
-        distance = torch.dist(ours[name], tensor.detach())
-        assert distance < 1e-3 * tensor.norm(), name
+    assert ours.keys() == expected.adapters.keys()
+    for name, tensor in expected.adapters.items():
+        torch.testing.assert_close(ours[name], tensor.detach(), atol=bound, rtol=0)
 
 
 # ---- checkpoints, export, generation

@@ -13,7 +13,9 @@ from torch import nn
 from lm import config
 from lm.data.loader import Loader
 from lm.data.run_data import open_data
-from lm.hf import adapters
+from lm.hf import adapters, families
+from lm.training import lora, parallelize
+from model import Transformer
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -115,6 +117,42 @@ def read_with_model_defaults(
     return config.read_hyperparameters(
         {"hyperparameters": hyperparameters}, overrides, "test", defaults=adapters.model_defaults
     )
+
+
+def names_in_transformers(family: str, hp: config.Hyperparameters) -> dict[str, str]:
+    """The parameter in transformers' model of each of ours."""
+    places, _ = families.map_parameters(families.FAMILIES[family], hp.own_model)
+    return {name: place.name for name, place in places.items()}
+
+
+def adapters_in_peft(
+    model: nn.Module, family: str, hp: config.Hyperparameters
+) -> dict[str, nn.Parameter]:
+    """PEFT's adapters by our names."""
+    parameters = dict(model.named_parameters())
+    found = {}
+    for weight, in_transformers in names_in_transformers(family, hp).items():
+        for part in ("lora_A", "lora_B"):
+            layer = in_transformers.removesuffix(".weight")
+            parameter = parameters.get(f"base_model.model.{layer}.{part}.default.weight")
+            if parameter is not None:
+                found[f"{weight.removesuffix('.weight')}.{part}.weight"] = parameter
+    return found
+
+
+def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
+    """The adapters that a run with `seed` starts with."""
+    model = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
+    parallelize.initialize_parameters(model, seed)
+    return lora.trained_parameters(model)
+
+
+def start_as_ours(adapters: dict[str, nn.Parameter], hp: config.Hyperparameters, seed: int) -> None:
+    """Give `adapters` the values that a run with `seed` starts with."""
+    initial = initial_adapters(hp, seed)
+    assert adapters.keys() == initial.keys()
+    for name, values in initial.items():
+        adapters[name].data.copy_(values)
 
 
 def train_reference(

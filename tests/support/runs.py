@@ -107,6 +107,23 @@ def run_fsdp(
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+SAVE_FIRST_GRADIENTS = """
+from safetensors.torch import save_file
+from lm.training.optim import Optimizer
+
+measure = Optimizer.measure_gradients
+
+def save_and_measure(self, loss_scale):
+    gradients = {name: p.grad.full_tensor() for name, p in self._parameters.items()}
+    if rank == 0 and not os.path.exists("gradients"):
+        save_file(gradients, "gradients")
+    return measure(self, loss_scale)
+
+Optimizer.measure_gradients = save_and_measure
+"""
+"""Lines for `script` that write the gradients of the first step to the file `gradients`."""
+
+
 def wait_until(
     condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = 300
 ) -> None:
