@@ -50,6 +50,7 @@ from lm.checkpoint.store import CheckpointStore
 from lm.command_line import parse_arguments
 from lm.config import Hyperparameters
 from lm.data.loader import Batch, Loader
+from lm.data.progress import progress_bar
 from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
@@ -399,15 +400,18 @@ class Trainer:
         micro_steps = self.run.global_batch_size // (self.hp.data.batch_size * self.world.size)
         rate = self.hp.checkpoint.checkpoint_rate * micro_steps
         self.model.train()  # for the kernels of a step
-        with self.logger.status("computing the reference"):
+        bar = progress_bar(
+            "reference", self.loader.n_pair_batches, "batch", hidden=self.world.rank != 0
+        )
+        with self.logger.status("computing the reference"), bar:
             n_computed = 0
             for pairs in self.until_stopped(self.loader.all_pairs()):
-                if not self.world.any_rank(objective.lacks_reference(pairs)):
-                    continue  # in a checkpoint
-                objective.compute_reference(self.model, pairs)
-                n_computed += 1
-                if n_computed % rate == 0:
-                    self.save_reference(objective)
+                if self.world.any_rank(objective.lacks_reference(pairs)):  # in no checkpoint
+                    objective.compute_reference(self.model, pairs)
+                    n_computed += 1
+                    if n_computed % rate == 0:
+                        self.save_reference(objective)
+                bar.update()
             if self.stopping:
                 self.save_reference(objective)
             objective.exchange(self.world)

@@ -168,8 +168,13 @@ class Loader:
             for micro_batch in self._batches_in_order(validation_set.dataset, size):
                 yield number, micro_batch
 
+    @property
+    def n_pair_batches(self) -> int:
+        """Micro-batches of `all_pairs`, equally many on every rank."""
+        return sum(self._count_batches(len(dataset)) for dataset in self._data.datasets)
+
     def all_pairs(self) -> Iterator[PairBatch]:
-        """Yield this rank's micro-batches of the pairs of all datasets, as many on every rank.
+        """Yield this rank's micro-batches of the pairs of all datasets, `n_pair_batches` of them.
 
         They are padded as in `validation`.
         """
@@ -188,12 +193,17 @@ class Loader:
         if first.replies is not None:
             padding = padding._replace(replies=first.replies[:0])
         indices = range(self._dp_rank, size, self._dp_size)
-        most_of_a_rank = math.ceil(size / self._dp_size)
-        for start in range(0, most_of_a_rank, self._batch_size):
+        for number in range(self._count_batches(size)):
+            start = number * self._batch_size
             samples = [dataset[i] for i in indices[start : start + self._batch_size]]
             while len(samples) < self._batch_size:
                 samples.append(padding)
             yield self._collate(samples)
+
+    def _count_batches(self, size: int) -> int:
+        """Return how many micro-batches of each rank have all of `size` samples."""
+        most_of_a_rank = math.ceil(size / self._dp_size)
+        return math.ceil(most_of_a_rank / self._batch_size)
 
     def _assemble(self, sample_batch: SampleBatch) -> Batch:
         """Return a batch on the device."""

@@ -1,4 +1,4 @@
-"""Progress bars that count the bytes of input files."""
+"""Progress bars of what precedes the first step: the reading of files, the reference of DPO."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ LOG_SECONDS = 30.0
 """Time between progress lines if stderr is not a terminal."""
 
 
-def progress_bar(
+def bar_of_files(
     what: str, files: Sequence[Path], file_format: str | None = None, *, hidden: bool = False
 ) -> tqdm[Any]:
-    """Return a bar on a terminal, or a line every `LOG_SECONDS`, on stderr.
+    """Return a `progress_bar` that counts the bytes of `files`.
 
     Args:
         file_format: of all files; None = by suffix.
     """
+    total = _text_bytes(files, file_format)
+    return progress_bar(what, total, "B", unit_scale=True, hidden=hidden)
+
+
+def progress_bar(
+    what: str, total: int | None, unit: str, *, unit_scale: bool = False, hidden: bool = False
+) -> tqdm[Any]:
+    """Return a bar on a terminal, or a line every `LOG_SECONDS`, on stderr."""
     from tqdm import tqdm  # a run on random tokens does not need it
 
     seconds = LOG_SECONDS
@@ -33,11 +41,11 @@ def progress_bar(
         seconds = 0.1
     return tqdm(
         desc=what,
-        total=_text_bytes(files, file_format),
+        total=total,
         delay=seconds,
         mininterval=seconds,
-        unit="B",
-        unit_scale=True,
+        unit=unit,
+        unit_scale=unit_scale,
         dynamic_ncols=True,
         disable=hidden,
     )

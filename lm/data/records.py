@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lm.data.files import JsonLine, RawLine, parse_line, raise_together, read_raw_lines
 from lm.data.layouts import ReadingNotes
 from lm.data.parallel import count_workers, run_in_order
-from lm.data.progress import progress_bar, total_size
+from lm.data.progress import bar_of_files, total_size
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix
@@ -97,7 +97,7 @@ def tokenize_files(
     n_workers = count_workers(total_size(files))
     errors: list[ConfigError] = []
     remaining = files
-    with progress_bar("tokenizing", files, "jsonl", hidden=not is_rank0()) as progress:
+    with bar_of_files("tokenizing", files, "jsonl", hidden=not is_rank0()) as progress:
         while remaining:
             jobs = _PieceTokenizer(remaining, tokenizer, options)
             remaining = ()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lm.data.cache import cached, describe_files, remembered
 from lm.data.encoder import Document, encode_in_threads, split_document
 from lm.data.files import READ_BLOCK_BYTES, name_files, raise_together, read_text_blocks
-from lm.data.progress import progress_bar
+from lm.data.progress import bar_of_files
 from lm.data.signatures import NotTextError
 from lm.data.tokenizer import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
@@ -107,7 +107,7 @@ class _TextReader:
         self._errors: list[ConfigError] = []
 
     def read(self) -> Iterator[Document]:
-        with progress_bar("tokenizing", self._files, "text", hidden=not is_rank0()) as progress:
+        with bar_of_files("tokenizing", self._files, "text", hidden=not is_rank0()) as progress:
             for path in self._files:
                 blocks = self._read_blocks(path, progress)
                 document = Document("", 0, str(path))

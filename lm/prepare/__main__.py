@@ -23,7 +23,7 @@ from typing import Any
 from lm.data.documents import FORMATS, format_of
 from lm.data.encoder import Document, TokenChunk, encode_in_threads, split_documents
 from lm.data.files import find_files, name_files
-from lm.data.progress import progress_bar
+from lm.data.progress import bar_of_files
 from lm.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_JSON,
@@ -169,7 +169,7 @@ def _write_drafts(
     n_tokens = 0
     n_bytes = 0
     started = time.monotonic()
-    with progress_bar("encoding", files, args.format) as progress:
+    with bar_of_files("encoding", files, args.format) as progress:
         for chunk in _read_tokens(args, files, tokenizer, from_tail):
             writers[chunk.held_out].add(chunk)
             n_tokens += len(chunk.ids)
@@ -217,7 +217,7 @@ def _train_file_tokenizer(
 def _read_training_texts(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> Iterator[str]:
-    with progress_bar("reading for the tokenizer", files, args.format) as progress:
+    with bar_of_files("reading for the tokenizer", files, args.format) as progress:
         for document in _read_split_documents(args, files, from_tail):
             if not document.held_out:
                 yield document.text
