@@ -203,17 +203,16 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor], interleave: bool) -> Tensor:
     """
     cos, sin = rope
     width = 2 * cos.shape[-1]
-    rotated, rest = x[..., :width].float(), x[..., width:]
+    if width < x.shape[-1]:
+        rotated = rotate(x[..., :width], rope, interleave)
+        return torch.cat([rotated, x[..., width:]], dim=-1)
     if interleave:
-        a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     else:
-        a, b = rotated.chunk(2, dim=-1)
+        a, b = x.float().chunk(2, dim=-1)
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    rotated = rotated.to(x.dtype)
-    if rest.shape[-1] == 0:
-        return rotated
-    return torch.cat([rotated, rest], dim=-1)
+    return rotated.to(x.dtype)
 
 
 # ---- masks

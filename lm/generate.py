@@ -367,11 +367,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(usable_cores())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = open_model(args.checkpoint, device, args.dtype, args.base, args.unquantized)
-    if args.chat:
-        chat(model, tokenizer, args)
-        return 0
-    for piece in generate_continuations(model, tokenizer, prompts, args):
-        print_text(piece)
+    # `generate_batch` itself only needs no gradients, as it also runs between training steps.
+    with torch.inference_mode():
+        if args.chat:
+            chat(model, tokenizer, args)
+            return 0
+        for piece in generate_continuations(model, tokenizer, prompts, args):
+            print_text(piece)
     return 0
 
 

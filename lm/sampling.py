@@ -65,11 +65,14 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, penalty: float) -> T
     return logits.index_put((token_ids,), penalized)  # an id that occurs twice has one value
 
 
-def sample_tokens(logits: Tensor, settings: Sampling, generator: torch.Generator) -> Tensor:
+def sample_tokens(
+    logits: Tensor, settings: Sampling, generators: Sequence[torch.Generator]
+) -> Tensor:
     """Sample one token per sequence from `logits` `(B, V)`, as `(B,)` int64 on the CPU.
 
     Args:
         logits: after `penalize_repetitions`.
+        generators: one per sequence, so that its token does not depend on the others.
 
     Raises:
         ConfigError: the logits have inf or NaN.
@@ -79,10 +82,18 @@ def sample_tokens(logits: Tensor, settings: Sampling, generator: torch.Generator
     logits = logits.float().cpu()
     if settings.top_k is None and settings.top_p is None and settings.min_p is None:
         probabilities = _compute_probabilities(logits, settings.temperature)
-        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        return _draw(probabilities, generators)
     candidates = find_candidates(logits, settings)
-    drawn = torch.multinomial(candidates.weights, 1, generator=generator)
-    return candidates.token_ids.gather(-1, drawn).squeeze(-1)
+    drawn = _draw(candidates.weights, generators)
+    return candidates.token_ids.gather(-1, drawn[:, None]).squeeze(-1)
+
+
+def _draw(weights: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Return an index per sequence, `(B,)`, in proportion to `weights` `(B, n)`."""
+    drawn: list[Tensor] = []
+    for own_weights, generator in zip(weights, generators, strict=True):
+        drawn.append(torch.multinomial(own_weights, 1, generator=generator))
+    return torch.cat(drawn)
 
 
 class Candidates(NamedTuple):
@@ -173,23 +184,24 @@ def generate_batch(
         with varying_lengths():
             logits = model(torch.tensor(next_input, device=device), cache=cache)
 
+        # The others are longer: still in their prompt.
+        drawn = [i for i, sequence in enumerate(sequences) if len(sequence) == length]
+        drawn_logits = logits[drawn].float()
+        if settings.repetition_penalty != 1:
+            for row, i in zip(drawn_logits, drawn, strict=True):
+                token_ids = torch.tensor(sequences[i], device=row.device)
+                row.copy_(penalize_repetitions(row, token_ids, settings.repetition_penalty))
+        own_generators = [generators[i] for i in drawn]
+        tokens = sample_tokens(drawn_logits, settings, own_generators).tolist()
+
         sampled: list[int | None] = [None] * len(sequences)
-        for i, sequence in enumerate(sequences):
-            is_in_prompt = len(sequence) > length
-            if is_in_prompt:
-                continue
-            own_logits = logits[i]
-            if settings.repetition_penalty != 1:
-                token_ids = torch.tensor(sequence, device=own_logits.device)
-                penalty = settings.repetition_penalty
-                own_logits = penalize_repetitions(own_logits, token_ids, penalty)
-            token = sample_tokens(own_logits[None], settings, generators[i]).item()
-            sequence.append(int(token))
+        for i, token in zip(drawn, tokens, strict=True):
+            sequences[i].append(token)
             if token in stop_ids:
                 complete_lengths[i] = min(complete_lengths[i], length)
             is_complete = length >= complete_lengths[i]
             if not is_complete:
-                sampled[i] = sequence[-1]
+                sampled[i] = token
         next_input = [sequence[length : length + 1] for sequence in sequences]
         length += 1
         yield sampled

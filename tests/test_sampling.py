@@ -27,7 +27,7 @@ LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 def draw(times: int = 20_000, logits: Tensor = LOGITS, **settings: Any) -> Tensor:
     """Return the frequency of each token in `times` samples."""
     generator = torch.Generator().manual_seed(0)
-    drawn = sample_tokens(logits.expand(times, -1), Sampling(**settings), generator)
+    drawn = sample_tokens(logits.expand(times, -1), Sampling(**settings), [generator] * times)
     return drawn.bincount(minlength=len(logits)) / times
 
 
@@ -119,7 +119,24 @@ def test_sample_uses_the_logits_of_each_sequence() -> None:
     logits = torch.full((3, 4), -torch.inf)
     logits[[0, 1, 2], [3, 0, 2]] = 0.0
     settings = Sampling(top_p=0.9)
-    assert sample_tokens(logits, settings, torch.Generator()).tolist() == [3, 0, 2]
+    assert sample_tokens(logits, settings, [torch.Generator()] * 3).tolist() == [3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0}, {}, {"temperature": 0.7, "top_k": 50}, {"top_p": 0.9, "min_p": 0.01}],
+    ids=str,
+)
+def test_tokens_of_a_batch_equal_those_of_each_sequence_alone(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(5, 5000)
+    seeds = [3, 1, 3, 0, 2]
+    together = [torch.Generator().manual_seed(seed) for seed in seeds]
+    alone = [torch.Generator().manual_seed(seed) for seed in seeds]
+    for _ in range(10):
+        tokens = sample_tokens(logits, Sampling(**settings), together)
+        for i, generator in enumerate(alone):
+            assert sample_tokens(logits[i : i + 1], Sampling(**settings), [generator]) == tokens[i]
 
 
 def transformers_probabilities(logits: Tensor, **settings: Any) -> Tensor:
@@ -223,7 +240,7 @@ def test_generate_continues_from_half_of_a_full_context(context: int) -> None:
         if len(tokens) - start > context:
             start = len(tokens) - max(1, context // 2)
         logits = model(torch.tensor([tokens[start:]]))[:, -1]
-        tokens.append(int(sample_tokens(logits, Sampling(), generator)))
+        tokens.append(int(sample_tokens(logits, Sampling(), [generator])))
     assert continued(model, [9], 30, seed=7) == tokens[1:]
 
 
