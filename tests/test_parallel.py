@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import select
 import signal
@@ -16,17 +17,22 @@ import numpy as np
 import pytest
 
 from lm.data.jsonl import JsonlDataset
-from lm.data.parallel import run_in_order
+from lm.data.parallel import map_in_order
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError
 from tests.support import REPOSITORY
 
 
 def test_results_are_in_order() -> None:
-    jobs = [lambda i=i: i for i in range(5)]
-    assert list(run_in_order(jobs, 1)) == [0, 1, 2, 3, 4]
-    words = ["to", "be", "or", "not", "to"]
-    assert list(run_in_order([word.upper for word in words], 3)) == [word.upper() for word in words]
+    items = [-i for i in range(20)]
+    for n_workers in (1, 3):
+        assert list(map_in_order(abs, items, n_workers)) == list(range(20))
+        assert list(map_in_order(abs, [], n_workers)) == []
+
+
+def test_items_can_be_larger_than_a_pipe() -> None:
+    items = [bytes(1 << 20) for _ in range(9)]
+    assert list(map_in_order(bytes.upper, items, 2)) == items
 
 
 def write_records(path: Path, n_records: int) -> Path:
@@ -46,6 +52,9 @@ def test_workers_write_the_arrays_of_one_process(
     held_out: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [write_records(tmp_path / f"{n}.jsonl", n) for n in (2500, 1, 700)]
+    lines = files[2].read_text().splitlines()
+    files.append(tmp_path / "array.json")
+    files[3].write_text(f"[{','.join(lines)}]")
     datasets: list[JsonlDataset] = []
     for n_workers in (1, 3):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(n_workers)))
@@ -88,17 +97,18 @@ def test_workers_find_the_first_error_of_each_file(
 
 
 def test_killed_worker_is_one_line() -> None:
-    with closing(run_in_order([os.getpid, os.abort], 2)) as results:
+    with closing(map_in_order(operator.call, [os.getpid, os.abort], 2)) as results:
         next(results)
         with pytest.raises(RunError, match=r"^dataset: a data worker was killed by SIGABRT; "):
             next(results)
 
 
 OWNER = """
-import os, signal
-from lm.data.parallel import run_in_order
+import operator, os, signal
+from lm.data.parallel import map_in_order
 
-for pid in run_in_order([os.getpid, os.getpid, signal.pause, signal.pause], 2):
+jobs = [os.getpid, os.getpid, signal.pause, signal.pause]
+for pid in map_in_order(operator.call, jobs, 2):
     print(pid, flush=True)
 """
 

@@ -216,12 +216,13 @@ class _SampleWriter:
         n_terms = 0
         for document in sample.documents:
             ids = document.ids.astype(np.int32)
-            targets = np.where(document.is_target, ids[1:], np.int32(IGNORE_INDEX))
+            is_target = document.is_target[1:]
+            targets = np.where(is_target, ids[1:], np.int32(IGNORE_INDEX))
             self._inputs.write(ids[:-1].tobytes())
             self._targets.write(targets.tobytes())
             self._document_lengths.append(len(targets))
             n_tokens += len(targets)
-            n_terms += int(document.is_target.sum())
+            n_terms += int(is_target.sum())
         if len(sample.documents) > 1:  # a pair
             n_terms = 1
         self.counts.n_samples += 1

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from lm.data.worker import Worker
 from lm.launch.machine import usable_cores
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _BYTES_PER_WORKER = 4 << 20
 """of input that a worker is started for: it takes 1 to 2 s to start"""
+_PENDING = 2
+"""items that a worker has: one that it works on, and the next"""
 _REMEDY = "start the run on fewer cores, e.g. with taskset"
 
 
@@ -23,37 +27,25 @@ def count_workers(n_bytes: int) -> int:
     return max(1, min(usable_cores(), n_bytes // _BYTES_PER_WORKER))
 
 
-@dataclass(frozen=True)
-class _Share(Iterable[Any]):
-    """The results of every n-th job, and None at the end."""
+def map_in_order(function: Callable[[S], T], items: Iterable[S], n_workers: int) -> Generator[T]:
+    """Yield the result of `function` for each of `items`.
 
-    jobs: Iterable[Callable[[], Any]]
-    number: int
-    n_workers: int
-
-    def __iter__(self) -> Iterator[Any]:
-        for job in itertools.islice(self.jobs, self.number, None, self.n_workers):
-            yield job()
-        yield None
-
-
-def run_in_order(jobs: Iterable[Callable[[], T]], n_workers: int) -> Generator[T]:
-    """Yield the results of `jobs`, which each of the workers iterates over and does its share of.
-
-    Args:
-        jobs: the same in each process, to which pickle can send it. No result is None.
+    This process iterates over the items, and workers take turns. Pickle must be able to send all
+    three.
     """
     if n_workers == 1:
-        for job in jobs:
-            yield job()
+        yield from map(function, items)
         return
     with ExitStack() as stack:
         workers: list[Worker] = []
-        for number in range(n_workers):
-            worker = Worker(_Share(jobs, number, n_workers), "dataset", _REMEDY)
+        for _ in range(n_workers):
+            worker = Worker(partial(map, function), "dataset", _REMEDY)
             workers.append(stack.enter_context(closing(worker)))
-        for worker in itertools.cycle(workers):
-            result = next(worker)
-            if result is None:
-                return
-            yield result
+        pending: deque[Worker] = deque()
+        for item, worker in zip(items, itertools.cycle(workers), strict=False):
+            if len(pending) == _PENDING * n_workers:
+                yield next(pending.popleft())
+            worker.send(item)
+            pending.append(worker)
+        while pending:
+            yield next(pending.popleft())

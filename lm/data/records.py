@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from lm.data.files import JsonLine, RawLine, parse_line, raise_together, read_raw_lines
 from lm.data.layouts import ReadingNotes
-from lm.data.parallel import count_workers, run_in_order
+from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
@@ -49,12 +48,15 @@ class RecordOptions:
 
 
 class TokenizedDocument(NamedTuple):
-    """The text of a record, or one of the two of a pair, and the target of its last token."""
+    """The text of a record, or one of the two of a pair: arrays of shape (tokens,)."""
 
     ids: NDArray[np.uint32]
-    """(tokens + 1,)"""
     is_target: NDArray[np.bool_]
-    """(tokens,): whether the next token is learned"""
+    """whether the token is learned; the first has none before it to be predicted from"""
+
+    @property
+    def has_targets(self) -> bool:
+        return bool(self.is_target[1:].any())
 
 
 class TokenizedSample(NamedTuple):
@@ -72,8 +74,7 @@ class TokenizedSample(NamedTuple):
 class TokenizedPiece:
     """Consecutive lines of a file."""
 
-    file: int
-    """number of the file"""
+    file: Path
     size: int
     """bytes of input"""
     samples: Sequence[TokenizedSample]
@@ -94,72 +95,65 @@ def tokenize_files(
     Raises:
         ConfigError: invalid lines, the first of each file.
     """
-    n_workers = count_workers(total_size(files))
-    errors: list[ConfigError] = []
-    remaining = files
-    with bar_of_files("tokenizing", files, "jsonl", hidden=not is_rank0()) as progress:
-        while remaining:
-            jobs = _PieceTokenizer(remaining, tokenizer, options)
-            remaining = ()
-            with closing(run_in_order(jobs, n_workers)) as pieces:
-                for piece in pieces:
-                    progress.update(piece.size)
-                    if piece.error is not None:
-                        errors.append(piece.error)
-                        remaining = jobs.files[piece.file + 1 :]
-                        break
-                    if not errors:
-                        yield piece
-    raise_together(errors)
+    errors: dict[Path, ConfigError] = {}
+    pieces = _read_pieces(files, options, errors)
+    tokenize = _PieceTokenizer(tokenizer, options).tokenize
+    tokenized = map_in_order(tokenize, pieces, count_workers(total_size(files)))
+    progress = bar_of_files("tokenizing", files, "jsonl", hidden=not is_rank0())
+    with progress, closing(tokenized):
+        for piece in tokenized:
+            progress.update(piece.size)
+            if piece.error is not None:
+                errors.setdefault(piece.file, piece.error)
+            if not errors:
+                yield piece
+    raise_together(list(errors.values()))
 
 
 @dataclass
 class _Piece:
     """Lines that are tokenized together."""
 
-    file: int
+    file: Path
     first_line: int
     """its number over all files"""
     first_record: int
     """the number of the first selected one; that of a file is a multiple of `_CHATS_LAST`"""
     lines: list[RawLine] = field(default_factory=list)
     size: int = 0
+    error: ConfigError | None = None
+    """of what follows in the file"""
 
 
-class _TokenizedRecord(NamedTuple):
-    """Arrays of shape (tokens,)."""
-
-    ids: NDArray[np.uint32]
-    is_target: NDArray[np.bool_]
+def _read_pieces(
+    files: Sequence[Path], options: RecordOptions, errors: Mapping[Path, ConfigError]
+) -> Iterator[_Piece]:
+    """Yield the lines of each file up to an error, which is added to `errors` meanwhile."""
+    n_lines = 0
+    n_records = 0
+    for path in files:
+        n_records += -n_records % _CHATS_LAST
+        piece = _Piece(path, n_lines, n_records)
+        try:
+            for line in read_raw_lines(path):
+                piece.lines.append(line)
+                piece.size += line.size
+                n_records += options.selects(n_lines)
+                n_lines += 1
+                if piece.size >= _PIECE_BYTES:
+                    yield piece
+                    piece = _Piece(path, n_lines, n_records)
+                if path in errors:
+                    break
+        except ConfigError as error:
+            piece.error = error
+        yield piece
 
 
 @dataclass(frozen=True)
-class _PieceTokenizer(Iterable[Callable[[], TokenizedPiece]]):
-    """Jobs that tokenize the files piece by piece."""
-
-    files: Sequence[Path]
+class _PieceTokenizer:
     tokenizer: Tokenizer
     options: RecordOptions
-
-    def __iter__(self) -> Iterator[Callable[[], TokenizedPiece]]:
-        n_lines = 0
-        n_records = 0
-        for file, path in enumerate(self.files):
-            n_records += -n_records % _CHATS_LAST
-            piece = _Piece(file, n_lines, n_records)
-            error = None
-            try:
-                for line in read_raw_lines(path):
-                    piece.lines.append(line)
-                    piece.size += line.size
-                    n_records += self.options.selects(n_lines)
-                    n_lines += 1
-                    if piece.size >= _PIECE_BYTES:
-                        yield partial(self._tokenize, piece, None)
-                        piece = _Piece(file, n_lines, n_records)
-            except ConfigError as raised:
-                error = raised
-            yield partial(self._tokenize, piece, error)
 
     @functools.cached_property
     def _renderer(self) -> RecordRenderer:
@@ -168,8 +162,8 @@ class _PieceTokenizer(Iterable[Callable[[], TokenizedPiece]]):
             self.tokenizer, options.text_field, options.completion_only, options.pairs
         )
 
-    def _tokenize(self, piece: _Piece, error: ConfigError | None) -> TokenizedPiece:
-        """Tokenize a piece; `error` is that of what follows it in its file."""
+    def tokenize(self, piece: _Piece) -> TokenizedPiece:
+        error = piece.error
         samples: list[TokenizedSample] = []
         dropped: list[int] = []
         check = ByteCheck()
@@ -184,7 +178,7 @@ class _PieceTokenizer(Iterable[Callable[[], TokenizedPiece]]):
                 for i in numbers[::n_documents]:
                     documents = list(itertools.islice(tokenized, n_documents))
                     truncated = _truncate(documents, self.options.seq_len)
-                    if not all(document.is_target.any() for document in truncated):
+                    if not all(document.has_targets for document in truncated):
                         dropped.append(n_documents * max(map(_needed_length, documents)))
                         continue
                     full_length = sum(len(document.ids) - 1 for document in documents)
@@ -201,14 +195,14 @@ class _PieceTokenizer(Iterable[Callable[[], TokenizedPiece]]):
     def _parse(self, piece: _Piece) -> Iterator[JsonLine]:
         """Yield the selected lines of a piece; the others must be valid, too."""
         for number, raw_line in enumerate(piece.lines, piece.first_line):
-            line = parse_line(raw_line, self.files[piece.file])
+            line = parse_line(raw_line, piece.file)
             if self.options.selects(number):
                 yield line
 
 
 def _tokenize_batch(
     records: Sequence[RenderedRecord], tokenizer: Tokenizer, check: ByteCheck, *, are_chats: bool
-) -> Iterator[_TokenizedRecord]:
+) -> Iterator[TokenizedDocument]:
     """Yield the tokens of records, all of them chats, or none."""
     texts = [record.text for record in records]
     try:
@@ -227,14 +221,14 @@ def _tokenize_batch(
             for span in record.target_spans:
                 is_target |= (ends > span.start) & (ends <= span.stop)
         if are_chats:
-            yield _TokenizedRecord(ids, is_target)
+            yield TokenizedDocument(ids, is_target)
         else:
             ended = end_text(ids, tokenizer.eos_id)
             # The end of the text is a target, too.
-            yield _TokenizedRecord(ended, np.append(is_target[: len(ended) - 1], True))
+            yield TokenizedDocument(ended, np.append(is_target[: len(ended) - 1], True))
 
 
-def _truncate(documents: Sequence[_TokenizedRecord], seq_len: int) -> list[TokenizedDocument]:
+def _truncate(documents: Sequence[TokenizedDocument], seq_len: int) -> list[TokenizedDocument]:
     """Return documents that fit into a sequence together.
 
     Those of a pair are cut at the same length, so that none is preferred for it.
@@ -244,13 +238,11 @@ def _truncate(documents: Sequence[_TokenizedRecord], seq_len: int) -> list[Token
         shorter = min(len(document.ids) - 1 for document in documents)
         limit = max(seq_len // 2, seq_len - shorter)
     # The target of position i is token i + 1.
-    return [
-        TokenizedDocument(document.ids[: limit + 1], document.is_target[1 : limit + 1])
-        for document in documents
-    ]
+    stop = limit + 1
+    return [TokenizedDocument(each.ids[:stop], each.is_target[:stop]) for each in documents]
 
 
-def _needed_length(record: _TokenizedRecord) -> int:
+def _needed_length(record: TokenizedDocument) -> int:
     """Return the shortest sequence length with a target; 0 = the record has none."""
     positions = np.flatnonzero(record.is_target[1:])
     if len(positions) == 0:

@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -438,9 +439,8 @@ class StreamedSource:
         workers: list[Worker] = []
         try:
             for stream, state in zip(self._streams, states, strict=True):
-                workers.append(
-                    Worker(_MicroBatches(replace(stream, state=state), self._batch_size))
-                )
+                share = replace(stream, state=state)
+                workers.append(Worker(partial(_batch_windows, share, self._batch_size)))
             while True:
                 samples: list[Sample] = []
                 for _ in range(self._n_micro_batches):
@@ -455,17 +455,13 @@ class StreamedSource:
                 worker.close()
 
 
-@dataclass
-class _MicroBatches:
-    """Lists of `batch_size` windows; an error that ends the stream is the last item of one."""
-
-    stream: TokenStream
-    batch_size: int
-
-    def __iter__(self) -> Iterator[list[Window | ConfigError]]:
-        windows = iter(self.stream)
-        while batch := list(itertools.islice(windows, self.batch_size)):
-            yield batch
+def _batch_windows(
+    stream: TokenStream, batch_size: int, _received: Iterator[Any]
+) -> Iterator[list[Window | ConfigError]]:
+    """Yield lists of `batch_size` windows; an error that ends the stream is the last of one."""
+    windows = iter(stream)
+    while batch := list(itertools.islice(windows, batch_size)):
+        yield batch
 
 
 def _next_windows(worker: Worker) -> list[Window]:

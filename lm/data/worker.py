@@ -1,7 +1,7 @@
 """Processes that read data ahead, or tokenize them.
 
-A worker iterates over what it is sent, and sends the items. It ends when the process that started
-it ends, even by SIGKILL, and even while the worker itself starts.
+A worker ends when the process that started it ends, even by SIGKILL, and even while the worker
+itself starts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from queue import Queue
 from threading import Thread
@@ -30,9 +31,10 @@ _SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 
 
 class Worker(Iterator[Any]):
-    """A process that iterates over `items`, which pickle can send.
+    """A process that yields what a function makes of what is sent to it.
 
     Args:
+        function: of an iterator over what is sent; pickle must be able to send it.
         key: the hyperparameter that errors name.
         remedy: what to do if memory runs out.
 
@@ -42,7 +44,7 @@ class Worker(Iterator[Any]):
 
     def __init__(
         self,
-        items: Iterable[Any],
+        function: Callable[[Iterator[Any]], Iterable[Any]],
         key: str = "data_workers",
         remedy: str = "lower data_workers",
     ) -> None:
@@ -63,8 +65,12 @@ class Worker(Iterator[Any]):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         its_end.close()
+        self.send(function)
+
+    def send(self, item: Any) -> None:
+        """Send an item, or wait until the worker reads the one before."""
         try:
-            self._connection.send_bytes(pickle.dumps(items))  # which copies shared memory
+            self._connection.send_bytes(pickle.dumps(item))
         except OSError:
             raise self._killed() from None
 
@@ -104,12 +110,19 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     die_with_parent(parent, signal.SIGKILL)
     connection = Connection(descriptor)
-    items = pickle.loads(connection.recv_bytes())  # imports what the items need, for seconds
+    received = _receive(connection)
+    function = next(received)  # imports what the function needs, for seconds
     ahead: Queue[Any] = Queue(_PREFETCHED)
     Thread(target=_send, args=(ahead, connection), daemon=True).start()
-    for item in items:
+    for item in function(received):
         ahead.put(item)
     ahead.join()
+
+
+def _receive(connection: Connection) -> Iterator[Any]:
+    with suppress(EOFError, OSError):  # the rank has ended
+        while True:
+            yield pickle.loads(connection.recv_bytes())
 
 
 def _send(ahead: Queue[Any], connection: Connection) -> None:
