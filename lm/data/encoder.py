@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
 from lm.errors import error_prefix
 
-CHUNK_SIZE = 1 << 18
+CHUNK_SIZE = 1 << 17
 """Characters after which a chunk is encoded; the library takes 120 bytes for each."""
 CHUNKS_PER_THREAD = 3
 """Chunks that are encoded or wait to be written, for each thread."""

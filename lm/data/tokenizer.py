@@ -79,7 +79,7 @@ _TOOL_USE = "tool_use"
 _SPLIT_SPECIAL = "split_special_tokens"
 _CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
 """name of a file in the caches of the Hub and of DVC, which nothing else has"""
-_PIECE_SIZE = 2**18
+_PIECE_SIZE = 2**17
 """Characters of a longer text that are encoded at a time; the library takes 200 bytes for each."""
 _SEAM = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 """before the space between two words, where most tokenizers split a text"""

@@ -5,7 +5,7 @@
 
 An input is a file, a directory or a glob. DIR receives train.bin, train.ends and train.json, with
 --validation-fraction also validation.bin and so on, and the tokenizer's files. Documents are read
-and tokens are written in the order of the input; threads encode parts of 256 KB, which takes about
+and tokens are written in the order of the input; threads encode parts of 128 KB, which takes about
 120 bytes of memory per byte. Text without spaces between words is encoded in one piece.
 """
 
