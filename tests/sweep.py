@@ -165,7 +165,7 @@ def has_entries(folder: Path) -> bool:
 
 
 def prepare(*options: str) -> int:
-    from lm.prepare.__main__ import main
+    from lm.prepare import main
 
     return main(["in.txt", "--tokenizer", "bytes", "--out", "out", "--workers", "1", *options])
 
@@ -197,8 +197,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def dataset(folder: Path) -> bool:
+    from lm.data.token_file import verify_dataset
     from lm.errors import RunError
-    from lm.prepare.token_writer import verify_dataset
 
     with suppress(RunError):
         return bool(verify_dataset(folder / "out"))

@@ -24,7 +24,7 @@ from lm.data.run_data import DataConfig, open_data
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.plan import __main__ as plan
-from lm.prepare.__main__ import main as prepare_main
+from lm.prepare import main as prepare_main
 from lm.resume import plan_resume
 from lm.search import __main__ as search
 from tests.support import REPOSITORY

@@ -37,7 +37,7 @@ from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights
 from lm.hf.base import find_base, load_model
 from lm.hf.files import list_weight_files
-from lm.prepare.__main__ import main as prepare
+from lm.prepare import main as prepare
 from lm.presets import PRESETS
 from lm.runtime.world import World
 from lm.training import lora

@@ -21,6 +21,7 @@ from tokenizers.models import Unigram, WordPiece
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
 
+from lm import prepare
 from lm.data.config import derive_global_batch_size
 from lm.data.dataset import Dataset, Position, ValidationSet, validation_metric_names
 from lm.data.loader import Batch, Loader
@@ -28,7 +29,6 @@ from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
 from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError
-from lm.prepare import __main__ as prepare
 from model import IGNORE_INDEX
 from tests.support.hyperparameters import named_keys
 from tests.support.tokenizer_files import byte_level_tokenizer, llama2_tokenizer, llama_tokenizer

@@ -26,16 +26,16 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
+from lm import prepare as command
+from lm.data import readers, token_file
 from lm.data.encoder import CHUNK_SIZE, TokenChunk
 from lm.data.files import read_blocks
+from lm.data.readers import is_held_out, read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, first_tokens, open_documents
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
-from lm.prepare import __main__ as command
-from lm.prepare import readers, token_writer
-from lm.prepare.readers import is_held_out, read_documents, read_ids
 from lm.tasks.questions import read_tasks
 from tests.support import REPOSITORY
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -173,7 +173,7 @@ def test_prepare_reads_files_in_order(tmp_path: Path) -> None:
         *sorted(content(tmp_path / "out")),
     ]
     assert sorted(content(tmp_path / "out")) == ["train.bin", "train.ends", "train.json"]
-    (line,) = token_writer.verify_dataset(tmp_path / "out")
+    (line,) = token_file.verify_dataset(tmp_path / "out")
     assert output.splitlines()[-1] in line
 
 
@@ -301,7 +301,7 @@ def test_validation_fraction_depends_on_content_alone(tmp_path: Path) -> None:
         splits.append(
             [
                 [ByteTokenizer().decode(ids[:-1]) for ids in dataset(out, name)]
-                for name in token_writer.SPLITS
+                for name in token_file.SPLITS
             ]
         )
     (train, validation), (more_train, more_validation) = splits
@@ -714,9 +714,9 @@ def test_prepare_keeps_an_existing_dataset(
 ) -> None:
     out = tmp_path / "out"
     before = content(out)
-    (out / token_writer.READY).mkdir()
+    (out / token_file.READY).mkdir()
     for name in ("train.ends", "train.json"):  # as if it had been killed during the installation
-        (out / name).rename(out / token_writer.READY / name)
+        (out / name).rename(out / token_file.READY / name)
     code, output, _ = run(*prepared, "--validation-fraction", 0.3)
     assert (code, content(out)) == (0, before)
     assert output == f"{out}/train.bin: 447 tokens (uint16) in 38 documents: already exists\n"
@@ -775,7 +775,7 @@ class Killed(BaseException):
 def test_prepare_killed_while_installing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = dict.fromkeys(token_writer.OUTPUT_FILES - {token_writer.LOCK}, b"old")
+    old = dict.fromkeys(token_file.OUTPUT_FILES - {token_file.LOCK}, b"old")
     new = dict.fromkeys((TOKENIZER_JSON, "train.bin", "train.ends", "train.json"), b"new")
     steps = 0
 
@@ -792,26 +792,26 @@ def test_prepare_killed_while_installing_loses_nothing(
     kills = 0
     for kills in itertools.count():
         out = tmp_path / str(kills)
-        (out / token_writer.READY).mkdir(parents=True)
-        for folder, files in ((out, old), (out / token_writer.READY, new)):
+        (out / token_file.READY).mkdir(parents=True)
+        for folder, files in ((out, old), (out / token_file.READY, new)):
             for name, each in files.items():
                 (folder / name).write_bytes(each)
         steps = kills
         try:
-            token_writer.install_dataset(out)
+            token_file.install_dataset(out)
             break
         except Killed:
             pass
         left = content(out)
         assert all(
-            b"new" in (left.get(name), content(out / token_writer.READY).get(name)) for name in new
+            b"new" in (left.get(name), content(out / token_file.READY).get(name)) for name in new
         )
         if "train.json" in left:
             assert left in (old, new)
         steps = 100
-        token_writer.install_dataset(out)
+        token_file.install_dataset(out)
         assert content(out) == new
-        assert not (out / token_writer.READY).exists()
+        assert not (out / token_file.READY).exists()
     assert kills == len(old) + len(new) + 1
 
 
@@ -832,7 +832,7 @@ def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     )
     out = tmp_path / "out"
     process = start(tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", out)
-    wait_for(process, out / token_writer.DRAFTS / "train.bin", size=1)
+    wait_for(process, out / token_file.DRAFTS / "train.bin", size=1)
     yield process, out
     if process.poll() is None:
         process.kill()
@@ -846,13 +846,13 @@ def test_prepare_killed_leaves_no_dataset(
     process, out = long_run
     process.kill()
     process.wait()
-    assert sorted(path.name for path in out.iterdir()) == [token_writer.DRAFTS, "lock"]
+    assert sorted(path.name for path in out.iterdir()) == [token_file.DRAFTS, "lock"]
     with pytest.raises(ConfigError, match=r"train\.json"):
-        token_writer.verify_dataset(out)
+        token_file.verify_dataset(out)
     (out.parent / "b.txt").write_text("to be")
     assert run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert dataset(out) == as_bytes("to be")
-    assert not (out / token_writer.DRAFTS).exists()
+    assert not (out / token_file.DRAFTS).exists()
 
 
 @pytest.mark.slow
@@ -877,7 +877,7 @@ def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     process = start(tmp_path / "a.txt", tmp_path / "b.txt", "--tokenizer", tmp_path, "--out", out)
     try:
         # the tokens of a.txt are written after the encoding of b.txt has started
-        wait_for(process, out / token_writer.DRAFTS / "train.bin", size=1)
+        wait_for(process, out / token_file.DRAFTS / "train.bin", size=1)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=15) == 130  # the encoding takes 30 s
     finally:
@@ -898,7 +898,7 @@ def test_prepare_refuses_a_folder_in_use(
     assert code == 1
     assert errors.startswith(f"--out: {out}: in use by ")
     assert f"process {process.pid} on " in errors
-    assert (out / token_writer.DRAFTS / "train.bin").exists()
+    assert (out / token_file.DRAFTS / "train.bin").exists()
 
 
 def test_prepare_on_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
@@ -937,7 +937,7 @@ def test_prepare_verify_finds_every_flipped_bit(
             flipped[bit // 8] ^= 1 << bit % 8
             (out / name).write_bytes(flipped)
             with pytest.raises(RunError, match=f"^{out}/{name}: "):
-                token_writer.verify_dataset(out)
+                token_file.verify_dataset(out)
         (out / name).write_bytes(before)
     (out / "train.bin").write_bytes(bytes(12))
     (out / "train.ends").unlink()

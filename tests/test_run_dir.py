@@ -287,7 +287,7 @@ except OSError as error:
 def test_prepare_releases_its_lease(library: str) -> None:
     Path("text.txt").write_text("to be or not to be")
     script = """
-from lm.prepare import __main__ as prepare
+from lm import prepare
 prepare.run_and_exit(lambda: prepare.main(['text.txt', '--tokenizer', 'bytes', '--out', 'out']))
 """
     for _ in range(2):

@@ -26,14 +26,14 @@ import safetensors.numpy
 import torch
 import zstandard
 
+from lm import prepare
 from lm.data.files import READ_BLOCK_BYTES, find_files, read_json_lines, read_text_blocks
+from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.text import read_text
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, encode_documents
 from lm.data.tokens import read_index
 from lm.errors import ConfigError
-from lm.prepare import __main__ as prepare
-from lm.prepare.readers import read_documents, read_ids
 from lm.tasks.questions import read_tasks
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer

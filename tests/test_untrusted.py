@@ -35,7 +35,7 @@ from lm.hf.export import export_model
 from lm.hf.weights import open_model
 from lm.metrics.sinks import JSONL
 from lm.preflight import choose_cache
-from lm.prepare.__main__ import main as prepare
+from lm.prepare import main as prepare
 from lm.runtime.run_dir import RunDir
 from tests.support import REPOSITORY
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint

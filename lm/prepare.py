@@ -20,10 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lm.data import token_file
 from lm.data.documents import FORMATS, format_of
 from lm.data.encoder import Document, TokenChunk, encode_in_threads, split_documents
 from lm.data.files import find_files, name_files
 from lm.data.progress import bar_of_files
+from lm.data.readers import (
+    hold_out,
+    must_split,
+    read_documents,
+    read_ids,
+)
+from lm.data.token_file import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
 from lm.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_JSON,
@@ -37,14 +45,6 @@ from lm.errors import ConfigError, RunError, command
 from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
-from lm.prepare import token_writer
-from lm.prepare.readers import (
-    hold_out,
-    must_split,
-    read_documents,
-    read_ids,
-)
-from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
 from lm.runtime.run_dir import lock_file, release_leases
 from lm.units import format_bytes, format_count
 
@@ -58,9 +58,9 @@ def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     index = args.out / f"{TRAIN}.json"
     drafts = args.out / DRAFTS
     try:
-        token_writer.install_dataset(args.out)
+        token_file.install_dataset(args.out)
         modified = [path.stat().st_mtime_ns for path in files]
-        sources = [token_writer.make_source_record(path) for path in files]
+        sources = [token_file.make_source_record(path) for path in files]
         if index.exists() and not args.overwrite:
             return [_check_existing(index, _expected_contents(args, tokenizer, sources))]
         shutil.rmtree(drafts, ignore_errors=True)
@@ -70,7 +70,7 @@ def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
             if path.stat().st_mtime_ns != before:
                 raise RunError(f"{path}: changed while it was read; run the command again")
         drafts.rename(args.out / READY)
-        token_writer.install_dataset(args.out)
+        token_file.install_dataset(args.out)
         return lines
     except OSError as error:
         problem = f"{error.filename or args.out}: {error.strerror}"
@@ -135,7 +135,7 @@ def _check_existing(path: Path, expected: Mapping[str, object]) -> str:
         problem = f"contains another dataset (different: {', '.join(different)})"
         remedy = "choose another directory, or replace it with --overwrite"
         raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
-    return f"{token_writer.describe_split(path, index)}: already exists"
+    return f"{token_file.describe_split(path, index)}: already exists"
 
 
 def _write_drafts(
@@ -164,7 +164,7 @@ def _write_drafts(
         identity = tokenizer.identity
         for name, content in tokenizer.files.items():
             write_durably(args.out / DRAFTS / name, content)
-    splits = token_writer.SPLITS if fraction else (TRAIN,)
+    splits = token_file.SPLITS if fraction else (TRAIN,)
     writers = [SplitWriter(args.out, name, vocab_size) for name in splits]
     n_tokens = 0
     n_bytes = 0
@@ -384,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse_arguments(arguments)
     if args.verify:
-        lines = token_writer.verify_dataset(args.verify)
+        lines = token_file.verify_dataset(args.verify)
     else:
         files = find_inputs(args)
         lines = write_dataset(args, files)

@@ -1,1 +1,0 @@
-"""Conversion of text to token files."""
