@@ -2,8 +2,9 @@
 
     python -m docs.models
 
-A class is examined with the default sizes of its config, which the examination cuts. Each has a
-process, which is killed after a minute. It takes about five minutes on one core.
+A class is examined with the default sizes of its config, which the examination cuts, and as a
+decoder (`is_decoder`) if it is an encoder by default. Each has a process, which is killed after two
+minutes. It takes about ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import multiprocessing
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -22,11 +24,23 @@ from lm.hf.families import FAMILIES
 from lm.transformers_model import text_config
 
 PAGE = Path(__file__).with_name("models.md")
-LIMIT = 60
+LIMIT = 120
 """seconds of a class"""
-TYPICAL = {
+_INDEXED = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+TYPICAL: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0, "clip_qkv": 8}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
 }
 """Values of published models, by model type, without which the defaults of a class fail."""
 
@@ -70,10 +84,19 @@ def examine_in_process(model_type: str) -> Examination | str:
     return found
 
 
+def default_config(model_type: str) -> dict[str, Any]:
+    """Return the complete values of the default config, as a decoder if it can be an encoder."""
+    given = {"model_type": model_type, **TYPICAL.get(model_type, {})}
+    values = text_config(given)
+    if values.get("is_decoder") is False:
+        values = text_config({**given, "is_decoder": True})
+    return values
+
+
 def _examine(model_type: str, sender: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        values = text_config({"model_type": model_type, **TYPICAL.get(model_type, {})})
+        values = default_config(model_type)
         sender.send({"examination": examine(values).model_dump_json(), "problem": ""})
     except RunError as error:
         sender.send({"examination": None, "problem": str(error)})

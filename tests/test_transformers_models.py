@@ -54,11 +54,11 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def complete_values(kind: str) -> dict[str, Any]:
+def complete_values(kind: str, **changes: Any) -> dict[str, Any]:
     """Return the values of a small model of a `kind` of transformers."""
     config = transformers.CONFIG_MAPPING[kind]()
-    raw = json.loads(config.to_json_string()) | {"model_type": kind}
-    values = next(small_configs(text_config(raw)))
+    raw = json.loads(config.to_json_string()) | {"model_type": kind} | changes
+    values = next(small_configs(text_config(raw), derived=()))
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if key in values:
             values[key] = VOCABULARY
@@ -77,8 +77,9 @@ def randomize(model: nn.Module) -> None:
                 parameter += 0.05 * noise
 
 
-def save_model(kind: str, folder: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_config(read_config(complete_values(kind)))
+def save_model(kind: str, folder: Path, **changes: Any) -> None:
+    values = complete_values(kind, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(read_config(values))
     randomize(model)
     model.save_pretrained(folder)
     add_tokenizer(folder, 290)
@@ -348,6 +349,56 @@ def test_scores_of_tasks_are_those_of_transformers(kind: str, models: dict[str, 
     assert in_world(score) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "key"),
+    [
+        (
+            "phi3",
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0] * 48,
+                    "long_factor": [2.0] * 48,
+                },
+                "original_max_position_embeddings": 8,
+            },
+            "longrope",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+                "sliding_window": 4096,
+                "layer_types": None,
+            },
+            "use_sliding_window",
+        ),
+    ],
+)
+def test_transformers_computes_what_model_py_cannot(
+    kind: str,
+    changes: dict[str, Any],
+    key: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    save_model(kind, tmp_path, **changes)
+    model, _ = open_model(tmp_path)
+    assert isinstance(model, TransformersModel)
+    printed = capfd.readouterr().err
+    assert "transformers computes this model, model.py cannot: " in printed
+    assert key in printed
+    reference = load_reference(tmp_path).eval()
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.eval()(tokens), reference(tokens).logits, rtol=1e-5, atol=1e-5
+        )
+
+
 # ---- refusals
 
 
@@ -385,6 +436,7 @@ def test_keys_that_a_model_of_transformers_does_not_have_are_refused(
         ({"model_type": "x", "auto_map": {}}, "its own code .* is never run"),
         ({"model_type": "bert", "is_decoder": False}, "a later token changes earlier logits"),
         ({"model_type": "lfm2", "num_hidden_layers": "two"}, "transformers refuses it"),
+        ({"model_type": "llama", "hidden_act": "?", "vocab_size": 9}, r"hidden_act: '\?' is not"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             r"quantized models \(mxfp4 here\) are not supported",
@@ -426,6 +478,8 @@ def test_a_dry_run_says_what_is_not_known(models: dict[str, Path], tmp_path: Pat
         ("gemma2", {"hidden_states"}),
         ("mamba2", {"packing", "cache"}),
         ("granitemoe", {"packing", "selective_recomputation"}),
+        ("opt", {"packing"}),  # gradients of the biases of keys are sums of 0
+        ("deepseek_v32", set()),  # ReLU before a selection
     ],
 )
 def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> None:
@@ -434,6 +488,27 @@ def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> Non
     found = examine.examine(text_config(raw))
     assert {question for question, each in found.findings.items() if not each.holds} == fails
     assert found.refusals() == []
+
+
+class NoisyConfig(transformers.LlamaConfig):
+    model_type = "noisy"
+
+
+class NoisyForCausalLM(transformers.LlamaForCausalLM):
+    config_class = NoisyConfig
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        assert output.logits is not None
+        output.logits = output.logits + 0.1 * torch.rand_like(output.logits)
+        return output
+
+
+def test_a_class_whose_forward_pass_is_random_is_refused() -> None:
+    transformers.AutoConfig.register("noisy", NoisyConfig)
+    transformers.AutoModelForCausalLM.register(NoisyConfig, NoisyForCausalLM)
+    found = examine.examine(text_config({"model_type": "noisy"}))
+    assert "NoisyForCausalLM: its forward pass is random without dropout" in found.refusals()[0]
 
 
 def test_the_command_prints_an_examination(capsys: pytest.CaptureFixture[str]) -> None:

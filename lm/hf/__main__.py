@@ -16,19 +16,19 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lm.checkpoint.headers import TensorSlice
 from lm.data.hub_cache import find_directory
 from lm.errors import ConfigError, command, error_prefix
 from lm.fileio import home_path
-from lm.hf import adapters, config_json, weights
+from lm.hf import adapters, weights
 from lm.hf.conversion import open_conversion
 from lm.hf.examine import examine
 from lm.hf.export import export_model
 from lm.hf.files import CONFIG_FILE, WEIGHT_DTYPES, refuse_quantized
+from lm.transformers_config import TransformersConfig
 from lm.transformers_model import text_config
 from lm.units import format_bytes, format_parameters
 
@@ -37,12 +37,12 @@ def describe_model(source: str) -> str:
     """Return what the model `source` is, in lines; raise ConfigError if it cannot be read."""
     if adapters.is_adapter(source):
         return _describe_adapters(source)
-    weights.model_defaults(source)  # checks the tokenizer, too
+    structure = weights.read_structure(source)
+    weights.load_model_tokenizer(structure.directory, structure.config)  # checks it
     if not Path(source).is_dir():
-        return _describe_on_hub(source)
-    raw = weights.read_config(source)
-    if not config_json.is_of_a_family(raw):
-        return _describe_of_transformers(source, raw)
+        return _describe_on_hub(source, structure)
+    if isinstance(structure.config, TransformersConfig):
+        return _describe_of_transformers(source, structure.config)
     model = weights.open_model(Path(source))
     slices: set[TensorSlice] = set()  # each once, though GPT-2's query, key and value share one
     for tensor in model.sources.values():
@@ -58,9 +58,8 @@ def describe_model(source: str) -> str:
     return "\n".join(lines)
 
 
-def _describe_of_transformers(source: str, raw: Mapping[str, Any]) -> str:
+def _describe_of_transformers(source: str, config: TransformersConfig) -> str:
     conversion = open_conversion(Path(source))
-    config = weights.examined_config(raw)
     n_parameters = f"{format_parameters(config.n_parameters)} parameters"
     lines = [f"{source}: {config.model_type} of transformers, {n_parameters}"]
     lines.append(f"can be read: init_from: {source}")
@@ -96,12 +95,11 @@ def describe_examination(source: str) -> tuple[str, int]:
     return "\n".join(lines), code
 
 
-def _describe_on_hub(source: str) -> str:
-    _, config, family = weights.read_structure(source)
+def _describe_on_hub(source: str, structure: weights.Structure) -> str:
     name = "a model of transformers"
-    if family is not None:
-        name = family.class_name
-    summary = f"{name}, {format_parameters(config.n_parameters)} parameters"
+    if structure.family is not None:
+        name = structure.family.class_name
+    summary = f"{name}, {format_parameters(structure.config.n_parameters)} parameters"
     weights_line = "its weights are downloaded, and their tensors checked, where they are loaded"
     return f"{source}: {summary}\ncan be read: init_from: {source}\n{weights_line}"
 

@@ -4,6 +4,7 @@ A small random model of the class (lm/hf/small_config.py) computes in float32, o
 than a second, each question by the class's own forward and as a run would:
 
     hidden_states            logits are the product of the last hidden states and the output matrix
+    determinism              the same tokens give the same logits
     causality                a later token changes no earlier logit
     padding                  rows that are padded at the end are as each alone, with gradients
     packing                  documents in one row, told apart by positions, are as each alone
@@ -13,12 +14,14 @@ than a second, each question by the class's own forward and as a run would:
     cache                    tokens read one by one give the logits of complete sequences
     lora                     adapters that are merged compute what they did
 
-Without causality, padding, or gradients a model is refused. What else does not hold is turned off.
+Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
+turned off.
 Results are kept in the user's cache, by config, versions and code.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -53,12 +56,15 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 """of the largest value: what float32 sums in another order stay below"""
+_NOISE = 1e-2
+"""of the largest gradient: smaller ones may be sums of larger terms that cancel"""
 _DOCUMENTS = (20, 9, 13)
 """tokens; more than windows and convolutions have"""
 _SEED = 7
 
 Question = Literal[
     "hidden_states",
+    "determinism",
     "causality",
     "padding",
     "packing",
@@ -69,6 +75,7 @@ Question = Literal[
     "lora",
 ]
 _NEEDED: Mapping[Question, str] = {
+    "determinism": "its forward pass is random without dropout, too",
     "causality": "a later token changes earlier logits",
     "padding": "padding after a row changes what it computes",
     "gradients": "parameters get no gradient",
@@ -188,18 +195,29 @@ class _Small(NamedTuple):
 def _build_small(values: Mapping[str, Any]) -> _Small:
     """Return a small random model, the smallest of `small_configs` that computes."""
     problem = ""
-    for config in small_configs(values):
+    for config in small_configs(values, _derived_sizes(values)):
         try:
             network = build_network(read_config(config), on_meta=False)
             _randomize(network)
             network.train()
-            _logits(network, _tokens(_DOCUMENTS[0]))
+            _logits(network, _tokens(_DOCUMENTS[0])).sum().backward()
+            network.zero_grad()
         except Exception as error:  # a config that the class refuses, in any way
             problem = problem or one_line(error)
             continue
         return _Small(config, network)
     model_type = values.get("model_type")
     raise ConfigError(f"{model_type}: cannot be examined, no small model of it computes: {problem}")
+
+
+def _derived_sizes(values: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the sizes that the class of the config sets if they are missing."""
+    given: set[str] = {"model_type"}
+    for field in dataclasses.fields(type(read_config(values))):
+        value = values.get(field.name)
+        if field.default is not None or not isinstance(value, int):
+            given.add(field.name)
+    return values.keys() - given
 
 
 @torch.no_grad()
@@ -227,37 +245,46 @@ def _logits(network: nn.Module, tokens: Tensor) -> Tensor:
     return network(input_ids=tokens).logits
 
 
-def _compare(found: Tensor, expected: Tensor, what: str) -> Finding:
-    """Return whether two tensors are equal up to rounding."""
+def _compare(found: Tensor, expected: Tensor, what: str, least_scale: float = 1e-3) -> Finding:
+    """Return whether two tensors are equal up to rounding.
+
+    Args:
+        least_scale: that of values whose rounding the smaller ones have.
+    """
     scale = expected.abs().max().item()
     difference = (found - expected).abs().max().item()
-    if difference <= TOLERANCE * max(scale, 1e-3):  # not if NaN
+    if difference <= TOLERANCE * max(scale, least_scale):  # not if NaN
         return Finding(holds=True)
     return Finding(holds=False, detail=f"{what} differ by {difference:.2g} of up to {scale:.2g}")
 
 
-Gradients = Mapping[str, Tensor | None]
+Gradients = Mapping[str, Tensor]
 
 
 def _compare_gradients(found: Gradients, expected: Gradients) -> Finding:
-    for name, gradient in expected.items():
-        other = found[name]
-        if gradient is None and other is None:
-            continue
-        if gradient is None or other is None:
-            return Finding(holds=False, detail=f"only one has a gradient of {name}")
-        finding = _compare(other, gradient, f"gradients of {without_numbers(name)}")
+    """Return whether gradients are equal up to rounding.
+
+    Some are 0 but for the rounding of what they sum, as those of the biases of keys.
+    """
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name in expected.keys() | found.keys():
+        gradient = found.get(name, torch.zeros(()))
+        right = expected.get(name, torch.zeros(()))
+        what = f"gradients of {without_numbers(name)}"
+        finding = _compare(gradient, right, what, least_scale=_NOISE * largest)
         if not finding.holds:
             return finding
     return Finding(holds=True)
 
 
-def _gradients(network: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
+def _gradients(network: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of the parameters that get one."""
     network.zero_grad()
     loss.backward()
-    gradients: dict[str, Tensor | None] = {}
+    gradients: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
-        gradients[name] = None if parameter.grad is None else parameter.grad.clone()
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
     return gradients
 
 
@@ -327,8 +354,8 @@ class _Exam:
     @cached_property
     def untrained(self) -> list[str]:
         names: dict[str, None] = {}
-        for name, gradient in self.gradients_alone.items():
-            if gradient is None:
+        for name, _ in self.small.network.named_parameters():
+            if name not in self.gradients_alone:
                 names[without_numbers(name)] = None
         return list(names)
 
@@ -351,6 +378,11 @@ class _Exam:
                 logits = _logits(self.small.network, document[:, :-1])
                 loss = loss + F.cross_entropy(logits[0].float(), document[0, 1:], reduction="sum")
             return _gradients(self.small.network, loss)
+
+    def determinism(self) -> Finding:
+        with torch.no_grad():
+            again = _logits(self.small.network, self.documents[0])
+        return _compare(again, self.alone[0], "logits of the same tokens")
 
     def causality(self) -> Finding:
         document = self.documents[0]
@@ -396,9 +428,7 @@ class _Exam:
         return _compare_gradients(_gradients(self.model.network, loss), self.gradients_alone)
 
     def gradients(self) -> Finding:
-        unexpected = [
-            name for name in self.untrained if not any(word in name for word in _MAY_BE_UNTRAINED)
-        ]
+        unexpected = [name for name in self.untrained if not _selects(name)]
         return Finding(holds=not unexpected, detail=", ".join(unexpected))
 
     def full_recomputation(self) -> Finding:
@@ -448,5 +478,12 @@ class _Exam:
             return _compare(adapted(document), merged(document), "logits")
 
 
-_MAY_BE_UNTRAINED = ("bias", "gate", "router", "indexer")
-"""parts of the names of what is trained without gradients, or selects without one"""
+def _selects(name: str) -> bool:
+    """Return whether a parameter selects experts or tokens, perhaps without a gradient."""
+    parts = name.split(".")
+    is_bias_of_experts = parts[-1].endswith(("correction_bias", "expert_bias"))
+    return is_bias_of_experts or not _SELECTING.isdisjoint(parts)
+
+
+_SELECTING = {"gate", "router", "indexer"}
+"""modules"""

@@ -2,14 +2,15 @@
 
 `small_configs` knows the names that sizes have in configs of transformers. What it does not know
 stays as it is, so a config that it cuts is one of the same class, with every kind of layer, whose
-random model takes a fraction of a second. The second one that it returns keeps all widths, for
-classes whose widths depend on each other in ways that their names do not say.
+random model takes a fraction of a second. Some classes need more: two layers of each kind that
+share weights, or sizes that depend on each other in ways that their names do not say. For these,
+what the class derives from other sizes is left to it, and at last all widths are kept.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 VOCABULARY = 96
@@ -17,11 +18,12 @@ WINDOW = 8
 """tokens of sliding windows and of chunks: fewer than documents have in the examination"""
 POSITIONS = 128
 
-_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_blocks")
 _WIDTHS = {
     "attention_hidden_size": 64,
     "d_model": 64,
     "dim": 64,
+    "embedding_dim": 64,
     "embedding_size": 64,
     "hidden_size": 64,
     "lru_width": 64,
@@ -51,6 +53,8 @@ _WIDTHS = {
     "qk_rope_head_dim": 16,
     "qk_head_dim": 32,
     "index_head_dim": 16,
+    "indexer_head_dim": 16,
+    "linear_head_dim": 16,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "q_lora_rank": 16,
@@ -73,6 +77,8 @@ _WIDTHS = {
     "attention_chunk_size": WINDOW,
     "attention_window_size": WINDOW,
     "chunk_size": WINDOW,
+    "heavily_compressed_attention": WINDOW,
+    "indexer_budget": WINDOW,
     "mamba_chunk_size": WINDOW,
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
@@ -82,7 +88,14 @@ _WIDTHS = {
 """Sizes; a size of 0 or null stays."""
 _DERIVED = ("head_dim",)
 """What some classes derive from other sizes if it is null, and others need."""
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "linear_num_heads",
+    "swa_num_attention_heads",
+)
 _KV_HEADS = (
     "num_key_value_heads",
     "n_kv_heads",
@@ -104,17 +117,27 @@ _EXPERTS_PER_TOKEN = (
 _EXPERT_GROUPS = ("n_group", "num_expert_group")
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 _ROPE = ("rope_parameters", "rope_scaling")
+_RANDOM = ("drop", "jitter")
+"""parts of the names of rates of random changes in training"""
 
 
-def small_configs(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield small versions of the complete config `values`: with all sizes cut, then but widths."""
-    yield _cut(values, cuts_widths=True)
+def small_configs(values: Mapping[str, Any], derived: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield versions of the complete config `values`, the smallest one first.
+
+    Args:
+        derived: keys of sizes that the class of the config sets if they are missing.
+    """
+    yield _cut(values)
+    given = {key: value for key, value in values.items() if key not in derived}
+    yield _cut(given, layers_of_a_kind=2)
     yield _cut(values, cuts_widths=False)
 
 
-def _cut(values: Mapping[str, Any], *, cuts_widths: bool) -> dict[str, Any]:
+def _cut(
+    values: Mapping[str, Any], *, layers_of_a_kind: int = 1, cuts_widths: bool = True
+) -> dict[str, Any]:
     small = copy.deepcopy(dict(values))
-    _cut_layers(small)
+    _cut_layers(small, layers_of_a_kind)
     _cut_sizes(small, cuts_widths=cuts_widths)
     _cut_experts(small)
     if cuts_widths:
@@ -126,8 +149,11 @@ def _cut(values: Mapping[str, Any], *, cuts_widths: bool) -> dict[str, Any]:
     return small
 
 
-def _cut_layers(small: dict[str, Any]) -> None:
+def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
     """Keep the first layers of each kind: of those that share keys and values, too."""
+    if small.pop("num_layers_per_stack", None):  # from which all layers are derived
+        small["num_hidden_layers"] = 1
+        return
     key = next((key for key in _LAYERS if isinstance(small.get(key), int)), None)
     if key is None:
         return
@@ -139,7 +165,7 @@ def _cut_layers(small: dict[str, Any]) -> None:
         values = [of_layers[layer] for of_layers in lists]
         shares = layer >= n_layers - n_shared
         kinds.setdefault(repr((values, shares)), []).append(layer)
-    kept = sorted(layers[0] for layers in kinds.values())
+    kept = sorted(layer for layers in kinds.values() for layer in layers[:layers_of_a_kind])
     if len(kinds) == 1:
         kept = list(range(min(n_layers, 4)))
         _cut_periods(small)
@@ -152,16 +178,20 @@ def _cut_layers(small: dict[str, Any]) -> None:
             small[indices] = [1] if value is None or value else value
     per_layer = small.get("per_layer_config")
     if isinstance(per_layer, dict):
-        numbers = {str(layer): str(number) for number, layer in enumerate(kept)}
+        numbers = {layer: number for number, layer in enumerate(kept)}
         small["per_layer_config"] = {
-            numbers[layer]: options for layer, options in per_layer.items() if layer in numbers
+            str(numbers[int(layer)]): options
+            for layer, options in per_layer.items()
+            if int(layer) in numbers
         }
     if n_shared:
         small["num_kv_shared_layers"] = sum(layer >= n_layers - n_shared for layer in kept)
     for first in ("first_k_dense_replace", "num_dense_layers", "n_dense_layers"):
         if isinstance(small.get(first), int):
             small[first] = min(small[first], 1)
-    small[key] = len(kept)
+    for key in _LAYERS:
+        if small.get(key) == n_layers:
+            small[key] = len(kept)
 
 
 def _cut_periods(small: dict[str, Any]) -> None:
@@ -203,7 +233,7 @@ def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
             small[key] = 0
         elif key.endswith(("_token_id", "_token_index", "_token_ids")):
             small[key] = _replace(value, VOCABULARY - 1, least=VOCABULARY)
-        elif isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_rate")):
+        elif isinstance(value, float) and any(word in key for word in _RANDOM):
             small[key] = 0.0
 
 
@@ -229,7 +259,7 @@ def _cut_experts(small: dict[str, Any]) -> None:
             small[key] = 2
         elif key in _EXPERTS:
             small[key] = _at_most(value, 4)
-        elif key in _EXPERTS_PER_TOKEN or key in _EXPERT_GROUPS:
+        elif key in (*_EXPERTS_PER_TOKEN, *_EXPERT_GROUPS, "zero_expert_num"):
             small[key] = _at_most(value, 2)
         elif key in ("topk_group", "num_limited_groups"):
             small[key] = _at_most(value, 1)
@@ -262,7 +292,7 @@ def _cut_heads(small: dict[str, Any]) -> None:
         small["linear_num_key_heads"] = 2
         small["linear_num_value_heads"] = 2 if are_equal else 4
     if isinstance(small.get("index_n_heads"), int):
-        small["index_n_heads"] = 2
+        small["index_n_heads"] = 16  # with few, ReLU leaves ties between tokens
 
 
 def _cut_kv_heads(value: Any, heads: Any) -> Any:

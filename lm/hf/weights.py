@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from lm.hf.files import (
     read_object,
     refuse_quantized,
 )
+from lm.launch.console import warn
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
 from lm.shards import local_rows
@@ -163,17 +165,46 @@ def read_structure(source: str) -> Structure:
     path = directory / CONFIG_FILE
     raw = read_object(path)
     is_here = Path(source).is_dir()
-    if config_json.is_of_a_family(raw):
+    own = _find_own(raw, str(path))
+    if own is not None:
         if is_here:
-            model = open_model(directory)
-            return Structure(directory, model.config, model.family)
-        family, config = config_json.read_config(raw, str(path))
-        return Structure(directory, config, family)
+            open_model(directory)
+        return Structure(directory, own.config, own.family)
     with error_prefix(str(path)):
         config = examined_config(raw)
     if is_here:
         open_conversion(directory)
     return Structure(directory, config, None)
+
+
+class _Own(NamedTuple):
+    """A model that model.py computes."""
+
+    family: Family
+    config: ModelConfig
+
+
+def _find_own(raw: Mapping[str, Any], where: str) -> _Own | None:
+    """Return how model.py computes the model of a config.json; None = its class does.
+
+    Raises:
+        ConfigError: neither does; lists what model.py does not have.
+    """
+    if not config_json.is_of_a_family(raw):
+        return None
+    try:
+        return _Own(*config_json.read_config(raw, where))
+    except ConfigError as error:
+        missing = error
+    try:
+        examined_config(raw)
+    except ConfigError as error:
+        problems = list(missing.problems)
+        if find_spec("transformers") is None:
+            problems += error.problems
+        raise ConfigError(*problems) from None
+    warn(f"transformers computes this model, model.py cannot: {'; '.join(missing.problems)}")
+    return None
 
 
 def read_config(source: str) -> dict[str, Any]:
