@@ -23,7 +23,7 @@ from lm.checkpoint.store import CheckpointStore
 from lm.config import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.run_data import TOKENIZED_ONCE, Data, open_data
-from lm.data.tokens import check_token_files
+from lm.data.windows import check_token_files
 from lm.determined import master
 from lm.determined.search import Searcher, require_inputs, search_inputs
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error

@@ -31,7 +31,16 @@ from lm.data.readers import (
     read_documents,
     read_ids,
 )
-from lm.data.token_file import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
+from lm.data.token_file import (
+    DRAFTS,
+    LOCK,
+    OUTPUT_FILES,
+    READY,
+    TRAIN,
+    SourceRecord,
+    TokenFileWriter,
+    read_index,
+)
 from lm.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_JSON,
@@ -40,7 +49,6 @@ from lm.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from lm.data.tokens import SourceRecord, read_index
 from lm.errors import ConfigError, RunError, command
 from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores
@@ -157,15 +165,16 @@ def _write_drafts(
         if tokenizer.vocab_size != args.train_tokenizer:
             size = f"{tokenizer.vocab_size} tokens"
             notes.append(f"the trained tokenizer has {size}: the text contains no more")
+    drafts = args.out / DRAFTS
     vocab_size = args.vocab_size
     identity = None
     if tokenizer is not None:
         vocab_size = tokenizer.vocab_size
         identity = tokenizer.identity
         for name, content in tokenizer.files.items():
-            write_durably(args.out / DRAFTS / name, content)
+            write_durably(drafts / name, content)
     splits = token_file.SPLITS if fraction else (TRAIN,)
-    writers = [SplitWriter(args.out, name, vocab_size) for name in splits]
+    writers = [TokenFileWriter(drafts, name, vocab_size) for name in splits]
     n_tokens = 0
     n_bytes = 0
     started = time.monotonic()
@@ -178,14 +187,17 @@ def _write_drafts(
             progress.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
             progress.update(chunk.size)
     _check_not_empty(files, writers, fraction)
-    lines = [writer.finish(identity, sources, _index_options(args)) for writer in writers]
+    lines: list[str] = []
+    for writer in writers:
+        index = writer.finish(identity, sources, _index_options(args))
+        lines.append(token_file.describe_split(args.out / f"{writer.name}.json", index))
     seconds = time.monotonic() - started
     speed = f"{format_bytes(n_bytes / seconds)}/s, {n_tokens / seconds:,.0f} tokens/s"
     return [f"{format_bytes(n_bytes)} in {seconds:,.1f} s: {speed}", *notes, *lines]
 
 
 def _check_not_empty(
-    files: Sequence[Path], writers: Sequence[SplitWriter], fraction: float
+    files: Sequence[Path], writers: Sequence[TokenFileWriter], fraction: float
 ) -> None:
     n_documents = sum(writer.n_documents for writer in writers)
     if n_documents == 0:

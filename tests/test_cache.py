@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import torch
 
 from lm.data.cache import KEPT_DAYS, cache_directory, cached, describe_files
 from lm.data.jsonl import JsonlDataset
-from lm.data.text import read_text
+from lm.data.text import hash_tokens, read_text
 from lm.data.tokenizer import load_tokenizer
+from lm.data.windows import check_token_files, cut_file
 from lm.errors import ConfigError
 from tests.support import REPOSITORY
 
@@ -200,12 +202,25 @@ def test_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_text("to be or not to be" * 100)
     tokenizer = load_tokenizer("bytes")
     first = read_text([path], tokenizer)
-    digest = sha256(first.tokens[10:50].tobytes()).hexdigest()
-    assert first.hash_tokens(10, 50) == digest
+    digest = sha256(first[10:50].astype(np.uint32).tobytes()).hexdigest()
+    assert hash_tokens(first, 10, 50) == digest
     monkeypatch.delattr(type(tokenizer), "encode_batch")
     second = read_text([path], tokenizer)
-    assert np.array_equal(first.tokens, second.tokens)
-    second.path.rename(tmp_path / "gone")
-    assert second.hash_tokens(10, 50) == digest
-    with pytest.raises(FileNotFoundError):
-        second.hash_tokens(10, 51)
+    assert np.array_equal(first[:], second[:])
+    os.truncate(second.path, 0)
+    assert hash_tokens(second, 10, 50) == digest
+    with pytest.raises(ConfigError, match="truncated during the run"):
+        hash_tokens(second, 10, 51)
+
+
+def test_damaged_text_is_found_before_step_1(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("to be or not to be" * 100)
+    text = read_text([path], load_tokenizer("bytes"))
+    check_token_files([cut_file(text, 8, "")])
+    text.path.write_bytes(bytes(text.path.stat().st_size))
+    problem = f"{text.path}: damaged: differs from train.json; delete {text.path.parent}: "
+    with pytest.raises(ConfigError, match=problem):
+        check_token_files([cut_file(text, 8, "")])
+    shutil.rmtree(text.path.parent)
+    check_token_files([cut_file(read_text([path], load_tokenizer("bytes")), 8, "")])

@@ -31,7 +31,7 @@ from lm.checkpoint import tensor_files
 from lm.data.hub_cache import find_directory
 from lm.data.run_data import open_data
 from lm.data.tokenizer import load_tokenizer
-from lm.data.tokens import check_token_files
+from lm.data.windows import check_token_files
 from lm.errors import ConfigError, RunError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights

@@ -27,7 +27,7 @@ from lm.data.dataset import Dataset, Position, ValidationSet, validation_metric_
 from lm.data.loader import Batch, Loader
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
-from lm.data.tokens import TokenWindowDataset
+from lm.data.windows import WindowDataset
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 from tests.support.hyperparameters import named_keys
@@ -41,9 +41,9 @@ def config(**settings: Any) -> DataConfig:
     return DataConfig.model_validate(settings)
 
 
-def numbered(samples: int) -> TokenWindowDataset:
+def numbered(samples: int) -> WindowDataset:
     """A dataset whose sample i has the inputs 3i, 3i + 1, 3i + 2 and the last target 3i + 3."""
-    return TokenWindowDataset(np.arange(samples * SEQ_LEN + 1), SEQ_LEN)
+    return WindowDataset(np.arange(samples * SEQ_LEN + 1), SEQ_LEN)
 
 
 def loader(

@@ -34,7 +34,7 @@ from lm.data.stream import (
     resume_streams,
 )
 from lm.data.tokenizer import ByteTokenizer
-from lm.data.tokens import TokenWindowDataset
+from lm.data.windows import WindowDataset
 from lm.errors import ConfigError, RunError
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
@@ -253,7 +253,7 @@ def test_data_workers_resume_where_they_stopped(folder: Path, by_two: Taken) -> 
 
 @pytest.mark.slow
 def test_loader_state_does_not_run_ahead_with_prefetching(folder: Path, by_one: Taken) -> None:
-    validation = ValidationSet(None, TokenWindowDataset(np.arange(SEQ_LEN + 1), SEQ_LEN))
+    validation = ValidationSet(None, WindowDataset(np.arange(SEQ_LEN + 1), SEQ_LEN))
     data = Data(source(folder), [validation], BYTES)
     loader = Loader(
         DataConfig.model_validate({"batch_size": 2}), data, 2, 0, 1, torch.device("cpu")

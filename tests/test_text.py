@@ -31,8 +31,8 @@ from lm.data.files import READ_BLOCK_BYTES, find_files, read_json_lines, read_te
 from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.text import read_text
+from lm.data.token_file import read_index
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, encode_documents
-from lm.data.tokens import read_index
 from lm.errors import ConfigError
 from lm.tasks.questions import read_tasks
 from lm.training import parallelize
@@ -135,7 +135,9 @@ def test_train_data_null_is_the_standard_librarys_source() -> None:
     names = {path.name for path in files}
     assert {"argparse.py", "ast.py", "decoder.py"} <= names
     assert not [path for path in files if "test" in path.parts or "site-packages" in path.parts]
-    tokens, ends, *_ = read_text(files, TOKENIZER)
+    text = read_text(files, TOKENIZER)
+    tokens, ends = text[:], text.ends
+    assert ends is not None
     assert len(tokens) > 5_000_000
     assert (tokens == END).sum() == len(ends) == sum(path.stat().st_size > 0 for path in files)
 
@@ -184,13 +186,15 @@ def test_find_files_calls_a_directory_without_files_one(tmp_path: Path) -> None:
 def test_text_files_end_with_end_of_text(tmp_path: Path) -> None:
     names = ["ü.txt", *(f"{letter}.txt" for letter in "abcdefghij")]
     one, two = (write(tmp_path / folder, *names) for folder in ("one", "two"))
-    tokens, ends, *_ = read_text(one, TOKENIZER)
+    text = read_text(one, TOKENIZER)
+    tokens, ends = text[:], text.ends
+    assert ends is not None
     assert (tokens[ends - 1] == END).all()
     assert len(ends) == len(names)
     assert tokens[-1] == END
     documents = TOKENIZER.decode(tokens.tolist()).split()
     assert documents != sorted(documents) == sorted(names)
-    assert np.array_equal(read_text(two[::-1], TOKENIZER).tokens, tokens)
+    assert np.array_equal(read_text(two[::-1], TOKENIZER)[:], tokens)
 
 
 def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
@@ -202,7 +206,7 @@ def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
     cut.write_bytes("aß".encode()[:-1])
     empty.touch()
     blank.touch()
-    assert read_text([empty, good], TOKENIZER).tokens.tolist() == [ord("x"), END]
+    assert read_text([empty, good], TOKENIZER)[:].tolist() == [ord("x"), END]
     for files, start in (
         ([empty], f"{empty}: no text"),
         ([empty, blank], f"{empty} and 1 other .*no text"),
@@ -415,12 +419,13 @@ def test_long_file_has_the_tokens_of_its_text(tmp_path: Path) -> None:
     tokenizer = FileTokenizer({TOKENIZER_JSON: byte_level_tokenizer()}, "test")
     read = read_text([tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer)
     first, second = encode_documents(tokenizer, [text, text[:99]])
-    for document in np.split(read.tokens, read.ends[:-1]):
+    assert read.ends is not None
+    for document in np.split(read[:], read.ends[:-1]):
         expected = first
         if len(document) < len(first):
             expected = second
         assert np.array_equal(document, expected)
-    assert read.has_bytes
+    assert read.index.has_bytes
 
 
 @pytest.mark.parametrize("at_end", [False, True])

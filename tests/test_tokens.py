@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.run_data import Data, DataConfig, open_data
+from lm.data.token_file import TokenFile, TokenIndex
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer
-from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset, check_token_files
+from lm.data.windows import WindowDataset, check_token_files, cut_file
 from lm.errors import ConfigError
 from lm.fileio import crc32c
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -42,6 +43,10 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
     return path
 
 
+def windows(path: Path, seq_len: int, vocab_size: int) -> WindowDataset:
+    return cut_file(TokenFile(path, vocab_size, with_ends=False), seq_len, "")
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 299), min_size=2, max_size=40),
@@ -53,8 +58,8 @@ def test_token_windows_of_a_file_and_an_array(
 ) -> None:
     path = write(tmp_path_factory.mktemp("tokens"), ids, dtype=dtype)
     for source in (
-        TokenFileDataset(path, seq_len, 300),
-        TokenWindowDataset(np.array(ids, dtype), seq_len),
+        windows(path, seq_len, 300),
+        WindowDataset(np.array(ids, dtype), seq_len),
     ):
         assert len(source) == (len(ids) - 1) // seq_len
         for index in range(len(source)):
@@ -83,11 +88,11 @@ def test_token_file_that_is_damaged_is_refused(
     path = write(tmp_path, range(10))
     path.with_suffix(f".{name}").write_text(content)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/train.{name}: {part}"):
-        TokenFileDataset(path, 4, 300)
+        TokenFile(path, with_ends=False)
 
 
 def test_token_file_truncated_during_the_run_is_an_error(tmp_path: Path) -> None:
-    source = TokenFileDataset(write(tmp_path, range(100)), 4, 300)
+    source = windows(write(tmp_path, range(100)), 4, 300)
     assert source[20].inputs.tolist() == [80, 81, 82, 83]
     os.truncate(tmp_path / "train.bin", 150)
     assert source[17].inputs.tolist() == [68, 69, 70, 71]
@@ -98,7 +103,7 @@ def test_token_file_truncated_during_the_run_is_an_error(tmp_path: Path) -> None
 def test_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     ids = [1] * 100
     ids[37] = 256
-    source = TokenFileDataset(write(tmp_path, ids), 10, vocab_size=256)
+    source = windows(write(tmp_path, ids), 10, vocab_size=256)
     assert source[2].inputs.tolist() == [1] * 10
     with pytest.raises(
         ConfigError, match=r"train.bin: byte 74: id 256 .*vocab_size 256; set vocab_size to 300"
@@ -223,14 +228,12 @@ def test_token_files_that_are_missing_are_refused(
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> tuple[TokenFileDataset, TokenFileDataset]:
+def prepared(tmp_path: Path) -> tuple[WindowDataset, WindowDataset]:
     """Training and validation tokens with right checksums."""
     ids = np.arange(100, dtype="<u2")
     for name in ("train", "validation"):
         write(tmp_path, ids, name, crc32c=google_crc32c.value(ids.tobytes()))
-    first, second = (
-        TokenFileDataset(tmp_path / f"{name}.json", 4, 300) for name in ("train", "validation")
-    )
+    first, second = (windows(tmp_path / f"{name}.json", 4, 300) for name in ("train", "validation"))
     return first, second
 
 
@@ -245,7 +248,7 @@ def flip(path: Path) -> None:
 def test_token_files_are_verified(
     damage: Callable[[Path], None],
     name: str,
-    prepared: tuple[TokenFileDataset, ...],
+    prepared: tuple[WindowDataset, ...],
     tmp_path: Path,
 ) -> None:
     damage(tmp_path / name)
@@ -254,10 +257,10 @@ def test_token_files_are_verified(
 
 
 def test_token_file_is_verified_once_until_it_changes(
-    prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: tuple[WindowDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    monkeypatch.setattr("lm.data.tokens.crc32c", lambda path: read.append(path) or crc32c(path))
+    monkeypatch.setattr("lm.data.token_file.crc32c", lambda path: read.append(path) or crc32c(path))
     check_token_files(prepared)
     assert len(read) == 2
     check_token_files(prepared)
@@ -268,7 +271,7 @@ def test_token_file_is_verified_once_until_it_changes(
 
 
 def test_cache_directory_that_cannot_be_searched(
-    prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: tuple[WindowDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))  # an error also for root
     check_token_files(prepared)
@@ -280,9 +283,10 @@ def test_cache_directory_that_cannot_be_searched(
 def test_ids_that_the_model_does_not_have_are_found_before_step_1(tmp_path: Path) -> None:
     checksum = google_crc32c.value(np.array([1, 2, 299, 3, 4], "uint16").tobytes())
     path = write(tmp_path, [1, 2, 299, 3, 4], crc32c=checksum)
-    check_token_files([TokenFileDataset(path, 2, 300)])
+    check_token_files([windows(path, 2, 300)])
     problem = r"train\.bin: byte 4: id 299 is not less than vocab_size 299"
     with pytest.raises(ConfigError, match=problem):
-        check_token_files([TokenFileDataset(path, 2, 299)])
-    tail = TokenFileDataset(write(tmp_path / "b", [1, 2, 3, 299], vocab_size=300), 2, 299)
-    tail.check_ids()  # which is in no sequence
+        check_token_files([windows(path, 2, 299)])
+    checksum = google_crc32c.value(np.array([1, 2, 3, 299], "uint16").tobytes())
+    path = write(tmp_path / "b", [1, 2, 3, 299], crc32c=checksum)
+    check_token_files([windows(path, 2, 299)])  # the tail is in no sequence

@@ -10,23 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lm.data import files, stream
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, TrainSource, ValidationSet, set_key
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
-from lm.data.text import TextTokens, read_text
+from lm.data.text import hash_tokens, read_text
+from lm.data.token_file import TokenFile, read_index
 from lm.data.tokenizer import ByteCheck, ByteTokenizer, Tokenizer, load_tokenizer
-from lm.data.tokens import (
-    Documents,
-    SyntheticDataset,
-    TokenFileDataset,
-    TokenWindowDataset,
-    read_index,
-)
+from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.model_config import IGNORE_INDEX
 from lm.units import format_count
@@ -223,40 +215,34 @@ def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedData
     assert not isinstance(where, dict)  # as only token files have weights
     train_files = files.find_files(where, "train_data")
     tokenizer.limit_ids(vocab_size)
-    with error_prefix("train_data"):
-        text = read_text(train_files, tokenizer)
-    n_tokens = len(text.tokens)
-    notes = _text_notes(train_files, text.tokens, tokenizer)
+
+    def read(found: list[Path], key: str) -> TokenFile:
+        with error_prefix(key):
+            return read_text(found, tokenizer, with_ends=not config.attend_across_documents)
+
+    def windows(text: TokenFile, start: int, stop: int) -> WindowDataset:
+        identity = f"{stop - start} tokens, sha256 {hash_tokens(text, start, stop)}"
+        return cut_file(text, seq_len, identity, start, stop)
+
+    text = read(train_files, "train_data")
+    n_tokens = len(text)
+    notes = _text_notes(train_files, text, tokenizer)
     n_held_out = 0
     if config.val_data is None:
         n_held_out = max(seq_len + 1, round(n_tokens * VALIDATION_SHARE))
     n_trained = max(0, n_tokens - n_held_out)
-
-    def windows(text: TextTokens, start: int, stop: int) -> TokenWindowDataset:
-        documents = None
-        if not config.attend_across_documents:
-            documents = Documents(text.ends[text.ends > start] - start)
-        return TokenWindowDataset(
-            text.tokens[start:stop],
-            seq_len,
-            documents,
-            text.has_bytes,
-            text.hash_tokens(start, stop),
-        )
-
     train = windows(text, 0, n_trained)
     validation: list[ValidationSet] = []
     if config.val_data is None:
         validation.append(ValidationSet(None, windows(text, n_trained, n_tokens)))
     for name, where in config.named_val_data.items():
         key = set_key(name)
-        with error_prefix(key):
-            read = read_text(files.find_files(where, key), tokenizer)
-        validation.append(ValidationSet(name, windows(read, 0, len(read.tokens))))
+        text = read(files.find_files(where, key), key)
+        validation.append(ValidationSet(name, windows(text, 0, len(text))))
     return _OpenedDatasets([train], validation, tokenizer, notes)
 
 
-def _text_notes(found: list[Path], tokens: NDArray[np.uint32], tokenizer: Tokenizer) -> list[str]:
+def _text_notes(found: list[Path], text: TokenFile, tokenizer: Tokenizer) -> list[str]:
     """Return what the user may not expect of the text in the files `found`."""
     notes: list[str] = []
     remedies = {
@@ -270,8 +256,8 @@ def _text_notes(found: list[Path], tokens: NDArray[np.uint32], tokenizer: Tokeni
             problem = f"records in {share}, e.g. {records[0].name}"
             reason = f"dataset: text also learns the syntax of {kind}"
             notes.append(f"train_data: {problem}: {reason}; {remedies[kind]}")
-    if len(tokens) < SMALL_TEXT:  # every token is at least a byte
-        n_bytes = int(tokenizer.text_bytes[tokens].sum())
+    if len(text) < SMALL_TEXT:  # every token is at least a byte
+        n_bytes = int(tokenizer.text_bytes[text[:]].sum())
         if n_bytes < SMALL_TEXT:
             advice = f"which a model learns by heart; use {SMALL_TEXT:,} or more"
             notes.append(f"train_data: {n_bytes:,} bytes of text, {advice}")
@@ -313,14 +299,22 @@ def default_vocab_size(config: DataConfig) -> int:
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
     train_paths = _train_index_paths(config)
 
-    def open_file(path: Path) -> TokenFileDataset:
-        attends_across = config.attend_across_documents
-        return TokenFileDataset(path, seq_len, vocab_size, attends_across=attends_across)
+    def open_file(path: Path) -> TokenFile:
+        return TokenFile(path, vocab_size, with_ends=not config.attend_across_documents)
+
+    def cut(key: str, file: TokenFile) -> WindowDataset:
+        dataset = cut_file(file, seq_len, file.fingerprint())
+        if len(dataset) == 0:
+            raise _too_few(f"{key}: {file.path}", 0, seq_len, 1)
+        if file.index.tokenizer != first.index.tokenizer:
+            problem = f"{key}: {file.path} was made with another tokenizer than {first.path}"
+            raise ConfigError(f"{problem}; prepare them with one")
+        return dataset
 
     with error_prefix("train_data"):
-        train = [open_file(path) for path in train_paths]
-    for dataset in train:
-        _check_token_dataset("train_data", dataset, train[0])
+        train_files = [open_file(path) for path in train_paths]
+    first = train_files[0]
+    train = [cut("train_data", file) for file in train_files]
     named = config.named_val_data
     if config.val_data is None:
         named = _find_validation_parts(train_paths)
@@ -330,12 +324,11 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
         key = set_key(name)
         with error_prefix(key):
             path = _validation_index_path(where)
-            dataset = open_file(path)
+            file = open_file(path)
         if path in train_paths:
             notes.append(f"{key}: {where} is what the model is trained on")
-        _check_token_dataset(key, dataset, train[0])
-        validation.append(ValidationSet(name, dataset))
-    tokenizer = _load_token_files_tokenizer(config, train[0])
+        validation.append(ValidationSet(name, cut(key, file)))
+    tokenizer = _load_token_files_tokenizer(config, first)
     if tokenizer is not None:
         tokenizer.limit_ids(vocab_size)
     return _OpenedDatasets(train, validation, tokenizer, notes)
@@ -372,15 +365,7 @@ def _validation_index_path(where: str) -> Path:
     return path / "train.json"
 
 
-def _check_token_dataset(key: str, dataset: TokenFileDataset, first: TokenFileDataset) -> None:
-    if len(dataset) == 0:
-        raise _too_few(f"{key}: {dataset.path}", 0, dataset.seq_len, 1)
-    if dataset.index.tokenizer != first.index.tokenizer:
-        problem = f"{key}: {dataset.path} was made with another tokenizer than {first.path}"
-        raise ConfigError(f"{problem}; prepare them with one")
-
-
-def _load_token_files_tokenizer(config: DataConfig, train: TokenFileDataset) -> Tokenizer | None:
+def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokenizer | None:
     """Load the tokenizer that token files were made with; None = they do not name it."""
     identity = train.index.tokenizer
     if identity is None:
@@ -462,7 +447,7 @@ def _open_stream(
         check = ByteCheck()
         tokens = stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens, key, check)
         validation.append(
-            ValidationSet(name, TokenWindowDataset(tokens, seq_len, has_bytes=check.is_exact))
+            ValidationSet(name, WindowDataset(tokens, seq_len, has_bytes=check.is_exact))
         )
     shuffle_seed = None
     if config.shuffle:

@@ -28,7 +28,7 @@ from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, error_text, find_files, get_text, is_compressed
 from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
-from lm.data.tokens import next_token_sample
+from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.launch.requirements import requires

@@ -1,24 +1,23 @@
-"""Text files as one array of tokens."""
+"""Text files as one token file."""
 
 from __future__ import annotations
 
 import os
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lm.data.cache import cached, describe_files, remembered
 from lm.data.encoder import Document, encode_in_threads, split_document
-from lm.data.files import READ_BLOCK_BYTES, name_files, raise_together, read_text_blocks
+from lm.data.files import name_files, raise_together, read_text_blocks
 from lm.data.progress import bar_of_files
 from lm.data.signatures import NotTextError
+from lm.data.token_file import TRAIN, TokenFile, TokenFileWriter
 from lm.data.tokenizer import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
 from lm.launch.launch import is_rank0
@@ -28,40 +27,18 @@ from lm.units import format_count
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-
-class TextTokens(NamedTuple):
-    """The tokens of text files, (tokens,), and where the files end in them."""
-
-    tokens: NDArray[np.uint32]
-    ends: NDArray[np.int64]
-    has_bytes: bool
-    """whether the tokens tell how many bytes of text they are"""
-    path: Path
-    """of the tokens"""
-
-    def hash_tokens(self, start: int, stop: int) -> str:
-        """Return the SHA-256 of some of the tokens, which is computed once."""
-        facts = (self.path.parent.name, start, stop)
-        return remembered(facts, lambda: _hash_tokens(self.path, start, stop))
+_HASHED_TOGETHER = 1 << 18
+"""tokens"""
 
 
-def _hash_tokens(path: Path, start: int, stop: int) -> str:
-    token_bytes = np.dtype(np.uint32).itemsize
-    digest = sha256()
-    with path.open("rb") as file:
-        file.seek(start * token_bytes)
-        n_left = (stop - start) * token_bytes
-        while block := file.read(min(n_left, READ_BLOCK_BYTES)):
-            digest.update(block)
-            n_left -= len(block)
-    return digest.hexdigest()
-
-
-def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TextTokens:
+def read_text(files: Sequence[Path], tokenizer: Tokenizer, *, with_ends: bool = True) -> TokenFile:
     """Return the tokens of text files, with an end-of-text token after each file.
 
     Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both
     sides.
+
+    Args:
+        with_ends: open where the files end in the tokens, too.
     """
     ordered = sorted(files, key=_name_hash)
     facts = {
@@ -70,31 +47,36 @@ def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TextTokens:
         "tokenizer": describe_tokenizer(tokenizer),
     }
     directory = cached(facts, lambda draft: _write_text(draft, ordered, tokenizer))
-    path = directory / "tokens"
-    tokens = np.memmap(path, np.uint32, "r")
-    has_bytes = bool(np.load(directory / "has_bytes.npy"))
-    return TextTokens(tokens, np.load(directory / "ends.npy"), has_bytes, path)
+    remedy = f"delete {directory}: it is written again"
+    return TokenFile(directory / f"{TRAIN}.json", with_ends=with_ends, remedy=remedy)
+
+
+def hash_tokens(text: TokenFile, start: int, stop: int) -> str:
+    """Return the SHA-256 of some of the tokens, as uint32, which is computed once."""
+    facts = (text.path.parent.name, start, stop)
+    return remembered(facts, lambda: _hash_tokens(text, start, stop))
+
+
+def _hash_tokens(text: TokenFile, start: int, stop: int) -> str:
+    digest = sha256()
+    for first in range(start, stop, _HASHED_TOGETHER):
+        ids = text[first : min(first + _HASHED_TOGETHER, stop)]
+        digest.update(ids.astype(np.uint32).data)
+    return digest.hexdigest()
 
 
 def _write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
     reader = _TextReader(files, tokenizer)
-    n_tokens = 0
-    ends = array("q")
-    has_bytes = True
     with (
-        (directory / "tokens").open("wb") as tokens,
+        closing(TokenFileWriter(directory, TRAIN, tokenizer.vocab_size)) as writer,
         closing(encode_in_threads(reader.read(), tokenizer, usable_cores())) as chunks,
     ):
         for chunk in chunks:
-            tokens.write(chunk.ids.tobytes())
-            ends.extend((chunk.ends + n_tokens).tolist())
-            n_tokens += len(chunk.ids)
-            has_bytes = has_bytes and chunk.has_bytes
-    reader.raise_errors()
-    if not ends:
-        raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
-    np.save(directory / "ends.npy", np.array(ends))
-    np.save(directory / "has_bytes.npy", has_bytes)
+            writer.add(chunk)
+        reader.raise_errors()
+        if writer.n_documents == 0:
+            raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
+        writer.finish(tokenizer.identity)
 
 
 class _TextReader:

@@ -1,30 +1,45 @@
-"""Token files: written as drafts, installed all at once, and verified by their checksums.
+"""Token files: the ids of documents, and where each document ends.
 
     NAME.bin    the ids of all documents, concatenated: little-endian uint16, or uint32 if the
                 vocabulary needs it
     NAME.ends   uint64: the position after the last token of each document in NAME.bin (tokens)
     NAME.json   `TokenIndex`: what both contain, their sources, and their checksums
 
-NAME is train or validation. A directory with train.json is a complete dataset: installing moves
-train.json last, and replacing a dataset deletes it first.
+The cache of a run has one for the text in each of its directories; `lm.prepare` writes train and
+validation, which it installs at once. A directory with train.json is a complete dataset: installing
+moves train.json last, and replacing a dataset deletes it first.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
+from lm.data.cache import cache_directory
 from lm.data.encoder import TokenChunk
+from lm.data.signatures import check_pointer
 from lm.data.tokenizer import TOKENIZER_FILES
-from lm.data.tokens import SourceRecord, TokenIndex, read_index
-from lm.errors import RunError
-from lm.fileio import crc32c, sync, sync_directory, write_durably
+from lm.errors import ConfigError, RunError
+from lm.fileio import (
+    MAX_INDEX_BYTES,
+    crc32c,
+    open_regular,
+    read_bytes,
+    sync,
+    sync_directory,
+    write_durably,
+)
 
 DRAFTS = ".drafts"
 """Directory of files that are being written."""
@@ -38,6 +53,181 @@ _SPLIT_FILES = ("train.bin", "train.ends", "train.json")
 _SPLIT_FILES += ("validation.bin", "validation.ends", "validation.json")
 OUTPUT_FILES = {LOCK, *TOKENIZER_FILES, *_SPLIT_FILES}
 _REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
+_WRITE_AGAIN = "write it again with python -m lm.prepare"
+
+
+class SourceRecord(BaseModel, frozen=True, extra="forbid"):
+    """An input file of `python -m lm.prepare`."""
+
+    name: str
+    bytes: int = Field(ge=0)
+    crc32c: int = Field(ge=0, lt=2**32)
+
+
+class TokenIndex(BaseModel, frozen=True, extra="forbid"):
+    """Contents of NAME.json: description of NAME.bin and NAME.ends."""
+
+    format: Literal[1]
+    tokenizer: str | None = Field(description="identity of the tokenizer; null = unknown")
+    vocab_size: int = Field(gt=0, description="exclusive upper bound of the ids")
+    tokens: int = Field(gt=0)
+    documents: int = Field(gt=0)
+    dtype: Literal["uint16", "uint32"] = Field(
+        description="of NAME.bin, little-endian; NAME.ends is uint64"
+    )
+    crc32c: int = Field(ge=0, lt=2**32, description="of NAME.bin")
+    ends_crc32c: int = Field(ge=0, lt=2**32, description="of NAME.ends")
+    has_bytes: bool = Field(
+        True, description="the ids tell how many bytes of text they are, if the tokenizer is known"
+    )
+    sources: list[SourceRecord]
+    options: dict[str, str | int | float | None] = Field(
+        default_factory=dict, description="of `lm.prepare`"
+    )
+
+
+def read_index(path: Path) -> TokenIndex:
+    """Read NAME.json and check the size of NAME.bin."""
+    tokens_path = path.with_suffix(".bin")
+    try:
+        content = read_bytes(path, MAX_INDEX_BYTES)
+        check_pointer(path, content)
+        index = TokenIndex.model_validate_json(content)
+        size = tokens_path.stat().st_size
+    except OSError as error:
+        advice = "write token files with python -m lm.prepare"
+        raise ConfigError(f"{error.filename}: {error.strerror}; {advice}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "contents"
+        problem = f"not the index of a token file: {field}: {first['msg']}"
+        raise ConfigError(f"{path}: {problem}") from None
+    expected = index.tokens * np.dtype(index.dtype).itemsize
+    if size != expected:
+        check_pointer(tokens_path)
+        problem = f"{size} bytes, but {index.tokens} tokens of {index.dtype} are {expected} bytes"
+        advice = "the file is damaged or truncated; write it again with python -m lm.prepare"
+        raise ConfigError(f"{tokens_path}: {problem}: {advice}")
+    return index
+
+
+class TokenFile:
+    """The ids of a token file.
+
+    They are read with pread: the page cache serves it like a memory map, and a file that is
+    truncated during the run raises an error instead of SIGBUS.
+
+    Args:
+        path: NAME.json.
+        vocab_size: exclusive upper bound of the ids that may be read; None = all may.
+        with_ends: open NAME.ends, too.
+        remedy: what to do if the files are damaged.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        vocab_size: int | None = None,
+        *,
+        with_ends: bool = True,
+        remedy: str = _WRITE_AGAIN,
+    ) -> None:
+        self.index = read_index(path)
+        self.path = path.with_suffix(".bin")
+        self._remedy = remedy
+        self.ends: NDArray[np.int64] | None = None
+        """the position after the last token of each document"""
+        if with_ends:
+            self.ends = self._open_ends()
+        self._file = open_regular(self.path)
+        weakref.finalize(self, os.close, self._file)
+        self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self.index.tokens
+
+    def __getitem__(self, positions: slice) -> NDArray[np.int64]:
+        start, stop, _ = positions.indices(len(self))
+        token_bytes = self._dtype.itemsize
+        offset = start * token_bytes
+        n_bytes = (stop - start) * token_bytes
+        content = os.pread(self._file, n_bytes, offset)
+        if len(content) < n_bytes:
+            problem = f"ends at byte {offset + len(content)}: it was truncated during the run"
+            raise ConfigError(f"{self.path}: {problem}", rank_local=True)
+        ids = np.frombuffer(content, self._dtype).astype(np.int64)
+        if self._vocab_size is not None and ids.max() >= self._vocab_size:
+            at = int(ids.argmax())
+            place = f"{self.path}: byte {offset + at * token_bytes}"
+            problem = f"id {ids[at]} is not less than vocab_size {self._vocab_size}"
+            advice = f"set vocab_size to {self.index.vocab_size}"
+            raise ConfigError(f"{place}: {problem}; {advice}", rank_local=True)
+        return ids
+
+    @property
+    def may_exceed(self) -> bool:
+        """Whether it may have ids that may not be read."""
+        return self._vocab_size is not None and self.index.vocab_size > self._vocab_size
+
+    def fingerprint(self) -> str:
+        return f"{self.index.tokens} tokens, crc32c {self.index.crc32c:08x}"
+
+    def _open_ends(self) -> NDArray[np.int64]:
+        """Map NAME.ends; its checksum is compared with that of NAME.bin."""
+        path = self.path.with_suffix(".ends")
+        n_documents = self.index.documents
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; {self._remedy}") from None
+        if size != 8 * n_documents:
+            problem = f"{size} bytes, but the ends of {n_documents} documents are 8 bytes each"
+            raise ConfigError(f"{path}: {problem}; {self._remedy}")
+        return np.memmap(
+            path, "<i8", "r"
+        )  # written as unsigned, which NumPy would compare as floats
+
+    def verify(self) -> None:
+        """Compare the files with their checksums.
+
+        A file is read once: what was intact is remembered in the user's cache by name, size, time
+        of change and inode.
+
+        Raises:
+            ConfigError: a file is damaged or cannot be read.
+        """
+        self._verify(self.path, self.index.crc32c)
+        if self.ends is not None:
+            self._verify(self.path.with_suffix(".ends"), self.index.ends_crc32c)
+
+    def _verify(self, path: Path, checksum: int) -> None:
+        try:
+            marker = _intact_marker(path, checksum)
+            is_known = os.path.exists(marker)  # noqa: PTH110 - Path.exists may raise
+            if not is_known and crc32c(path) != checksum:
+                problem = f"damaged: differs from {path.stem}.json"
+                raise ConfigError(f"{path}: {problem}; {self._remedy}", rank_local=True)
+        except OSError as error:
+            problem = f"{path}: {error.strerror}; {self._remedy}"
+            raise ConfigError(problem, rank_local=True) from None
+        with suppress(OSError):  # the cache is read-only
+            marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            marker.touch()
+
+
+def _intact_marker(path: Path, checksum: int) -> Path:
+    """Return the file that exists once `path`, as it is now, was found to have `checksum`."""
+    status = path.lstat()
+    facts = (
+        socket.gethostname(),
+        path.absolute(),
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ino,
+        checksum,
+    )
+    return cache_directory() / "checked" / sha256(repr(facts).encode()).hexdigest()
 
 
 class _DraftFile:
@@ -53,20 +243,22 @@ class _DraftFile:
         self.crc32c = google_crc32c.extend(self.crc32c, content)
 
     def close(self) -> None:
-        with self._file:
-            sync(self._file)
+        self._file.close()
+
+    def sync(self) -> None:
+        sync(self._file)
 
 
-class SplitWriter:
-    """Writer of the draft of the split `name` of the dataset in `directory`."""
+class TokenFileWriter:
+    """Writer of the token file `name` in `directory`, which is complete with its index."""
 
     def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
         self.name = name
         self._directory = directory
         self._vocab_size = vocab_size
         self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
-        self._ids = _DraftFile(directory / DRAFTS / f"{name}.bin")
-        self._ends = _DraftFile(directory / DRAFTS / f"{name}.ends")
+        self._ids = _DraftFile(directory / f"{name}.bin")
+        self._ends = _DraftFile(directory / f"{name}.ends")
         self.n_tokens = 0
         self.n_documents = 0
         self._has_bytes = True
@@ -80,12 +272,20 @@ class SplitWriter:
         self.n_documents += len(chunk.ends)
         self._has_bytes = self._has_bytes and chunk.has_bytes
 
-    def finish(
-        self, tokenizer: str | None, sources: Sequence[SourceRecord], options: Mapping[str, Any]
-    ) -> str:
-        """Write the index, after which the draft is complete. Return a line about the split."""
+    def close(self) -> None:
         self._ids.close()
         self._ends.close()
+
+    def finish(
+        self,
+        tokenizer: str | None,
+        sources: Sequence[SourceRecord] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> TokenIndex:
+        """Write and return the index."""
+        self._ids.sync()
+        self._ends.sync()
+        self.close()
         index = TokenIndex(
             format=1,
             tokenizer=tokenizer,
@@ -97,12 +297,11 @@ class SplitWriter:
             ends_crc32c=self._ends.crc32c,
             has_bytes=self._has_bytes,
             sources=list(sources),
-            options=dict(options),
+            options=dict(options or {}),
         )
-        name = f"{self.name}.json"
         content = index.model_dump_json(indent=1).encode()
-        write_durably(self._directory / DRAFTS / name, content)
-        return describe_split(self._directory / name, index)
+        write_durably(self._directory / f"{self.name}.json", content)
+        return index
 
 
 def install_dataset(directory: Path) -> None:

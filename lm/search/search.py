@@ -21,7 +21,7 @@ from lm.checkpoint.manifest import CheckpointError
 from lm.config import REPOSITORY, Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.run_data import open_data
-from lm.data.tokens import check_token_files
+from lm.data.windows import check_token_files
 from lm.determined.search import Searcher, differences
 from lm.errors import ConfigError, limit_problems
 from lm.fileio import parse_json, read_bytes, replace_durably

@@ -1,0 +1,140 @@
+"""Datasets that say nothing of targets: windows of a token file, and random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm.data.dataset import Dataset, Sample
+from lm.data.token_file import TokenFile
+from lm.model_config import IGNORE_INDEX
+from lm.seeds import derive_seed
+
+
+def next_token_sample(ids: NDArray[np.int64]) -> Sample:
+    """Return the sample of `ids`, (seq_len + 1,): each target is the token after its input."""
+    return Sample(inputs=ids[:-1], targets=ids[1:])
+
+
+@dataclass(frozen=True)
+class SyntheticDataset(Dataset):
+    """Uniformly random tokens, each sample with its own seed: a model can only memorize samples.
+
+    Args:
+        key: parts of the seed, e.g. the run's seed and "training".
+    """
+
+    vocab_size: int
+    seq_len: int
+    n_samples: int
+    key: tuple[object, ...]
+
+    def __len__(self) -> int:
+        return self.n_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        rng = np.random.default_rng(derive_seed("synthetic", *self.key, index))
+        ids = rng.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
+        return next_token_sample(ids)
+
+    def fingerprint(self) -> str:
+        return f"synthetic {self.n_samples} x {self.seq_len} of {self.vocab_size}"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents in an array of tokens end."""
+
+    ends: NDArray[np.integer[Any]]
+    """the position after the last token of each, sorted"""
+
+    def separate(self, sample: Sample, start: int) -> Sample:
+        """Return the sample at position `start` as one in which documents do not see each other.
+
+        The last token of a document has no target, as what follows is another one.
+        """
+        positions = np.arange(start, start + len(sample.inputs))
+        document_ids = np.searchsorted(self.ends, positions, side="right")
+        is_last = np.isin(positions + 1, self.ends[document_ids[0] : document_ids[-1] + 1])
+        targets = np.where(is_last, IGNORE_INDEX, sample.targets)
+        return Sample(sample.inputs, targets, document_ids - document_ids[0])
+
+    def count_targets(self, start: int, seq_len: int) -> int:
+        """Return how many tokens of the sample at `start` have a target."""
+        first, last = np.searchsorted(self.ends, [start, start + seq_len], side="right")
+        return seq_len - int(last - first)
+
+
+@dataclass(frozen=True, eq=False)
+class WindowDataset(Dataset):
+    """Tokens cut into windows: a window's last target is the next one's first input.
+
+    Args:
+        documents: that do not see each other; None = attention crosses them.
+        identity: its fingerprint; None = that of the tokens.
+        start: position of the first token.
+        stop: position after the last one; None = the end.
+    """
+
+    tokens: NDArray[np.integer[Any]] | TokenFile
+    seq_len: int
+    documents: Documents | None = None
+    has_bytes: bool = True
+    identity: str | None = None
+    start: int = 0
+    stop: int | None = None
+
+    def __len__(self) -> int:
+        stop = len(self.tokens) if self.stop is None else self.stop
+        return max(0, stop - self.start - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> Sample:
+        start = self.start + index * self.seq_len
+        ids = np.asarray(self.tokens[start : start + self.seq_len + 1], np.int64)
+        sample = next_token_sample(ids)
+        if self.documents is None:
+            return sample
+        return self.documents.separate(sample, start)
+
+    def count_terms(self, index: int) -> int:
+        if self.documents is None:
+            return self.seq_len
+        start = self.start + index * self.seq_len
+        return self.documents.count_targets(start, self.seq_len)
+
+    def fingerprint(self) -> str:
+        if self.identity is not None:
+            return self.identity
+        tokens = self.tokens[self.start : self.stop]
+        digest = sha256(np.ascontiguousarray(tokens).data).hexdigest()
+        return f"{len(tokens)} tokens, sha256 {digest}"
+
+
+def cut_file(
+    file: TokenFile, seq_len: int, identity: str, start: int = 0, stop: int | None = None
+) -> WindowDataset:
+    """Return the windows of a token file, of separate documents if their ends are open."""
+    documents = None
+    if file.ends is not None:
+        documents = Documents(file.ends)
+    return WindowDataset(file, seq_len, documents, file.index.has_bytes, identity, start, stop)
+
+
+def check_token_files(datasets: Iterable[Dataset]) -> None:
+    """Compare each token file in `datasets` with its checksums and with the model's ids.
+
+    Raises:
+        ConfigError: a file is damaged or cannot be read, or holds an id that the model lacks.
+    """
+    for dataset in datasets:
+        if not isinstance(dataset, WindowDataset) or not isinstance(dataset.tokens, TokenFile):
+            continue
+        dataset.tokens.verify()
+        if dataset.tokens.may_exceed:
+            for i in range(len(dataset)):
+                _ = dataset[i]
