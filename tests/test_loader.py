@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import Metaspace, Whitespace
 
 from lm import prepare
 from lm.data.config import derive_global_batch_size
-from lm.data.dataset import Dataset, Position, ValidationSet, validation_metric_names
+from lm.data.dataset import Dataset, ValidationSet, validation_metric_names
 from lm.data.loader import Batch, Loader
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
@@ -427,7 +427,7 @@ def test_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
         SampledSource([train_dataset(data)], [1.0], 4, rank, 2, 0, shuffle=True)
         for rank in range(2)
     ]
-    batches = [next(source.batches(Position(0, None))) for source in sources]
+    batches = [next(source.batches(0, None)) for source in sources]
     counts = [
         int((sample.targets != IGNORE_INDEX).sum()) for batch in batches for sample in batch.samples
     ]

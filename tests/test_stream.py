@@ -22,7 +22,7 @@ import torch
 import zstandard
 from datasets import Dataset, DatasetDict
 
-from lm.data.dataset import Position, StreamState, ValidationSet
+from lm.data.dataset import StreamState, ValidationSet
 from lm.data.loader import Loader
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.stream import (
@@ -212,9 +212,9 @@ Taken = list[tuple[list[list[int]], StreamState]]
 
 def take(source: StreamedSource, count: int, state: StreamState | None = None) -> Taken:
     """The inputs and states of the next batches after `state`."""
-    start = Position(0, state or source.initial_stream_state)
+    start = state or source.initial_stream_state
     taken = []
-    for batch in itertools.islice(source.batches(start), count):
+    for batch in itertools.islice(source.batches(0, start), count):
         assert batch.stream_state is not None
         taken.append(([sample.inputs.tolist() for sample in batch.samples], batch.stream_state))
     return taken
@@ -466,7 +466,7 @@ def test_data_worker_error_is_raised(tmp_path: Path) -> None:
 def test_data_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     train = source(write(tmp_path, files=1, documents=3000))
-    batches = train.batches(Position(0, train.initial_stream_state))
+    batches = train.batches(0, train.initial_stream_state)
     next(batches)
     for child in set(psutil.Process().children()) - before:
         child.kill()

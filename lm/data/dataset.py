@@ -96,15 +96,6 @@ class StreamState:
     """index of the stream that the next micro-batch is read from"""
 
 
-class Position(NamedTuple):
-    """Where a training source starts. Each kind of source finds its start in one of the fields."""
-
-    step: int
-    """of the next batch; it determines the batches of sampled datasets"""
-    stream_state: StreamState | None
-    """where the streams of this rank are; None = the datasets are sampled, not streamed"""
-
-
 class SampleBatch(NamedTuple):
     """The samples of one rank in one global batch."""
 
@@ -127,8 +118,13 @@ class TrainSource(Protocol):
         """Return a string that changes when the data change."""
         ...
 
-    def batches(self, start: Position) -> Generator[SampleBatch]:
-        """Yield batches from `start` on, endlessly."""
+    def batches(self, step: int, stream_state: StreamState | None) -> Generator[SampleBatch]:
+        """Yield batches from `step` on, endlessly.
+
+        Args:
+            step: of the first batch, which determines it if the datasets are sampled.
+            stream_state: where the streams of this rank are; None = sampled datasets.
+        """
         ...
 
 

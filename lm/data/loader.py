@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lm.data.config import DataConfig
-from lm.data.dataset import Dataset, Position, Sample, SampleBatch, StreamState
+from lm.data.dataset import Dataset, Sample, SampleBatch, StreamState
 from lm.data.run_data import Data
 from lm.data.stream import resume_streams
 from lm.model_config import IGNORE_INDEX
@@ -138,7 +138,7 @@ class Loader:
 
     def training(self, start_step: int) -> Iterator[Batch]:
         """Yield batches from step `start_step` on, endlessly."""
-        sample_batches = self._data.train.batches(Position(start_step, self._stream_state))
+        sample_batches = self._data.train.batches(start_step, self._stream_state)
 
         def assemble_next() -> Batch:
             return self._assemble(next(sample_batches))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.dataset import Dataset, Position, SampleBatch, StreamState
+from lm.data.dataset import Dataset, SampleBatch, StreamState
 from lm.errors import ConfigError
 from lm.seeds import derive_seed
 
@@ -206,9 +206,13 @@ class SampledSource:
             batch.append((self._datasets[dataset], index))
         return batch
 
-    def batches(self, start: Position) -> Generator[SampleBatch]:
-        for step in itertools.count(start.step):
-            batch = self.global_batch(step)
+    def batches(
+        self,
+        step: int,
+        stream_state: StreamState | None,  # noqa: ARG002 - the step determines the batch
+    ) -> Generator[SampleBatch]:
+        for number in itertools.count(step):
+            batch = self.global_batch(number)
             samples = [dataset[index] for dataset, index in batch[self._rank_slice]]
             n_terms = sum(dataset.count_terms(index) for dataset, index in batch)
             yield SampleBatch(samples, n_terms)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.dataset import Position, Sample, SampleBatch, StreamState
+from lm.data.dataset import Sample, SampleBatch, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, error_text, find_files, get_text, is_compressed
 from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
@@ -191,12 +191,15 @@ class _BlockStart(NamedTuple):
     """of the documents in the block; None = they were not read yet"""
 
 
-class _TokenPosition(NamedTuple):
+class _Document(NamedTuple):
+    """The rest of a document, which no window holds yet."""
+
     block: _BlockStart
-    document: int
-    """number of the document in the shuffled block"""
+    number: int
+    """in the shuffled block"""
     token: int
-    """number of the token in the document"""
+    """number of its first token in the document"""
+    ids: NDArray[np.uint32]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -204,16 +207,9 @@ class _TokenPosition(NamedTuple):
             "read": self.block.n_read,
             "dataset": self.block.dataset_state,
             "digest": self.block.digest,
-            "document": self.document,
+            "document": self.number,
             "token": self.token,
         }
-
-
-class _PendingDocument(NamedTuple):
-    """The rest of a document, which no window holds yet."""
-
-    start: _TokenPosition
-    n_tokens: int
 
 
 @dataclass
@@ -249,23 +245,21 @@ class TokenStream:
 
     def windows(self) -> Iterator[Window]:
         """Yield windows from `state` on."""
-        pending: deque[_PendingDocument] = deque()
+        pending: deque[_Document] = deque()
         ids = np.empty(0, np.int64)  # of the pending documents
-        for start, document in self._tokenized_documents():
-            rest = document[start.token :]
-            ids = np.concatenate([ids, rest], dtype=np.int64)
-            pending.append(_PendingDocument(start, len(rest)))
+        for document in self._tokenized_documents():
+            ids = np.concatenate([ids, document.ids], dtype=np.int64)
+            pending.append(document)
             while len(ids) > self.seq_len:
                 window_ids = ids[: self.seq_len + 1]
                 ids = ids[self.seq_len :]
                 _drop_tokens(pending, self.seq_len)
-                yield Window(window_ids, pending[0].start.state_dict())
+                yield Window(window_ids, pending[0].state_dict())
 
-    def _tokenized_documents(self) -> Iterator[tuple[_TokenPosition, NDArray[np.uint32]]]:
-        """Yield where to start in each document, and all of its tokens.
+    def _tokenized_documents(self) -> Iterator[_Document]:
+        """Yield the documents, the first one from where the stream was resumed.
 
-        The start is inside the first document if the stream was resumed there. Empty documents are
-        left out.
+        Empty documents are left out.
         """
         first_document = self.state.get("document", 0)
         first_token = self.state.get("token", 0)
@@ -280,9 +274,9 @@ class TokenStream:
                 permutation = np.random.default_rng(seed).permutation(len(texts))
                 texts = [texts[i] for i in permutation]
             tokenized = _tokenize_documents(texts[first_document:], self.tokenizer)
-            for document, ids in enumerate(tokenized, first_document):
-                if texts[document]:
-                    yield _TokenPosition(block, document, first_token), ids
+            for number, ids in enumerate(tokenized, first_document):
+                if texts[number]:
+                    yield _Document(block, number, first_token, ids[first_token:])
                 first_token = 0
             first_document = 0
 
@@ -352,13 +346,12 @@ def _library_version() -> str:
     return datasets.__version__
 
 
-def _drop_tokens(pending: deque[_PendingDocument], count: int) -> None:
+def _drop_tokens(pending: deque[_Document], count: int) -> None:
     """Drop the first `count` tokens, of more."""
-    while pending[0].n_tokens <= count:
-        count -= pending.popleft().n_tokens
-    (block, document, token), n_tokens = pending[0]
-    start = _TokenPosition(block, document, token + count)
-    pending[0] = _PendingDocument(start, n_tokens - count)
+    while len(pending[0].ids) <= count:
+        count -= len(pending.popleft().ids)
+    first = pending[0]
+    pending[0] = first._replace(token=first.token + count, ids=first.ids[count:])
 
 
 def resume_streams(
@@ -432,10 +425,14 @@ class StreamedSource:
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def batches(self, start: Position) -> Generator[SampleBatch]:
-        assert start.stream_state is not None
-        states = list(start.stream_state.streams)
-        turn = start.stream_state.turn
+    def batches(
+        self,
+        step: int,  # noqa: ARG002 - the state determines the batch
+        stream_state: StreamState | None,
+    ) -> Generator[SampleBatch]:
+        assert stream_state is not None
+        states = list(stream_state.streams)
+        turn = stream_state.turn
         workers: list[Worker] = []
         try:
             for stream, state in zip(self._streams, states, strict=True):
