@@ -456,6 +456,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "chosen_response: preferences",
     ),
     "llamafactory-kto": ({"messages": chat(), "kto_tag": False}, "kto_tag: labels"),
+    "preferred": ({"messages": chat(), "preferred": False}, "preferred: labels"),
     "trl-prm": ({"prompt": "Q", "completions": ["A"], "labels": [True]}, "labels: labels"),
     "arena": (
         {"question": "Q", "response": "A", "winner": "model_b"},
@@ -554,7 +555,7 @@ def test_content_without_a_place_is_refused(name: str) -> None:
 
 
 def test_content_in_a_message_is_refused() -> None:
-    for key, value in {"function_call": {"name": "f"}, "note": "T"}.items():
+    for key, value in {"function_call": {"name": "f"}, "note": "T", "refusal": "No."}.items():
         messages = chat()
         messages[1][key] = value
         with pytest.raises(ConfigError, match=key):

@@ -54,7 +54,8 @@ _REASONS = {
         "images, audio and video are not trained; choose data of text",
     ),
     **dict.fromkeys(
-        ("label", "labels", "kto_tag", "desirable", "accepted", "liked", "thumbs_up"), _LABELS
+        ("label", "labels", "kto_tag", "desirable", "accepted", "preferred", "liked", "thumbs_up"),
+        _LABELS,
     ),
     "chat_template_kwargs": "not read in records; set chat_template_kwargs for the run",
 }
@@ -64,8 +65,8 @@ _CONTENT_KEY = re.compile(
     r"|conversation|cot|demonstration|description|dialog|dialogue|document|example|explanation"
     r"|function|generation|highlight|hint|history|image|input|instruction|message|note|observation"
     r"|option|output|paragraph|part|passage|problem|prompt|quer(y|ie)|question|rationale|reasoning"
-    r"|rejected|reply|replies|response|sentence|solution|stor(y|ie)|summar(y|ie)|system|target|text"
-    r"|thinking|thought|tool|trajector(y|ie)|translation|turn|value|video"
+    r"|refusal|rejected|reply|replies|response|sentence|solution|stor(y|ie)|summar(y|ie)|system"
+    r"|target|text|thinking|thought|tool|trajector(y|ie)|translation|turn|value|video"
     r")s?[^a-z]*$",
     re.IGNORECASE,
 )
