@@ -361,6 +361,15 @@ def test_stream_reads_json_lines_or_one_array(
         first_tokens(documents, "text", BYTES, 100, "val_data")
 
 
+def test_directory_of_save_to_disk_is_named_where_json_lines_are_read(tmp_path: Path) -> None:
+    saved = DatasetDict({"train": Dataset.from_dict({"text": ["a"]})})
+    saved.save_to_disk(tmp_path / "saved")
+    values = {"dataset": "jsonl", "train_data": str(tmp_path / "saved")}
+    table = re.escape(f"load_from_disk('{tmp_path}/saved/train').to_json(")
+    with pytest.raises(ConfigError, match=rf"^train_data: .*save_to_disk .*{table}"):
+        open_data(DataConfig.model_validate(values), 300, SEQ_LEN, 2, 0)
+
+
 @pytest.mark.parametrize(
     ("where", "part"),
     [

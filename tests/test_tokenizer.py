@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import pickle
 import re
@@ -700,6 +701,11 @@ def test_load_tokenizer_refuses_files_it_cannot_use(tmp_path: Path) -> None:
             lambda: FileTokenizer({TOKENIZER_JSON: good, "generation_config.json": b"{"}, "test"),
             "test: generation_config.json: ",
         ),
+        (lambda: from_files(b""), "test: tokenizer.json: not valid JSON: "),
+        (lambda: from_files(b"<html>"), "test: tokenizer.json: not valid JSON: "),
+        (lambda: from_files(b"{\xff"), "test: tokenizer.json: byte 1 is not UTF-8"),
+        (lambda: from_files(codecs.BOM_UTF8 + good), "test: tokenizer.json: .*mark of UTF-8; "),
+        (lambda: from_files(good.decode().encode("utf-16")), "test: tokenizer.json: .* UTF-16; "),
         (lambda: from_files(no_eos), "test: .*no end-of-text token; .*tokenizer_config.json"),
     ):
         with pytest.raises(ConfigError, match=f"^tokenizer: {part}"):

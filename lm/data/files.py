@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +86,13 @@ def find_files(where: str | None, key: str) -> list[Path]:
         advice += nearest_file(pattern)
         raise ConfigError(f"{key}: no file found at {pattern!r}; {advice}")
     return sorted(files)
+
+
+def find_saved_dataset(files: Iterable[Path]) -> Path | None:
+    """Return a directory that `save_to_disk` of `datasets` has written, if `files` are of one."""
+    tables = {file.parent for file in files if file.suffix == ".arrow"}
+    states = {file.parent for file in files if file.name == "state.json"}
+    return min(tables & states, default=None)
 
 
 def check_path(where: str, key: str) -> None:

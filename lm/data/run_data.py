@@ -405,6 +405,11 @@ def _open_jsonl(
     def read(where: str, key: str, held_out: bool | None) -> JsonlDataset:
         found = files.find_files(where, key)
         only = config.loss_on == "completion"
+        saved = files.find_saved_dataset(found)
+        if saved is not None:
+            code = f"datasets.load_from_disk({str(saved)!r}).to_json('chat.jsonl')"
+            problem = f"{key}: {where}: a directory of save_to_disk has Arrow tables"
+            raise ConfigError(f"{problem}; write their records to a file, in Python: {code}")
         with error_prefix(key):
             return JsonlDataset(
                 found, tokenizer, seq_len, config.text_field, only, config.packing, held_out, pairs

@@ -65,7 +65,7 @@ _SIGNATURES = (
     _Signature(0, (b"(lp0\n", b"(dp0\n", b"ccopy_reg\n"), "pickle of ASCII", _EXPORT),
     _Signature(7, b'\0{"', "safetensors file", "it holds weights; choose files of text"),
 )
-_ENCODINGS = {
+ENCODINGS = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is the start of this one
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
@@ -89,7 +89,7 @@ def check_start(path: Path, start: bytes) -> None:
     for offset, content, its_format, remedy in _SIGNATURES:
         if start.startswith(content, offset):
             raise NotTextError(path, its_format, remedy.format(shlex.quote(str(path))))
-    for mark, encoding in _ENCODINGS.items():
+    for mark, encoding in ENCODINGS.items():
         if start.startswith(mark):
             problem = f"is {encoding}, by its byte-order mark, not UTF-8"
             raise ConfigError(f"{path}: {problem}; convert the file, {_iconv(path, encoding)}")

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 
 from lm.data.dataset import Sample, SampleBatch, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
-from lm.data.files import check_path, error_text, find_files, get_text, is_compressed
+from lm.data.files import (
+    check_path,
+    error_text,
+    find_files,
+    find_saved_dataset,
+    get_text,
+    is_compressed,
+)
 from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
@@ -105,11 +112,10 @@ def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
 
 
 def _why_not_streamed(files: Sequence[Path]) -> str:
-    arrow_files = [file for file in files if file.suffix == ".arrow"]
-    if arrow_files and any(file.name == "state.json" for file in files):
-        example = arrow_files[0].parent / "data-*.arrow"
+    saved = find_saved_dataset(files)
+    if saved is not None:
         problem = "a directory of save_to_disk contains more than data"
-        return f"{problem}; choose its data by a glob, e.g. '{example}'"
+        return f"{problem}; choose its data by a glob, e.g. '{saved / 'data-*.arrow'}'"
     found: set[str] = set()
     for file in files:
         n_suffixes = 2 if is_compressed(file) else 1

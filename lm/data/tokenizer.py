@@ -31,6 +31,7 @@ from lm.data.chat_template import (
 )
 from lm.data.files import download_from_hub, error_text
 from lm.data.hub_cache import find_directory
+from lm.data.signatures import ENCODINGS
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import (
     MAX_JSON_BYTES,
@@ -211,8 +212,7 @@ class FileTokenizer:
         if chat_template is not None:
             self.files[CHAT_TEMPLATE] = chat_template.text.encode()
         self._set_template = chat_template
-        with self._library_errors():
-            self._encoder: Any = _parse_tokenizer(files[TOKENIZER_JSON])
+        self._encoder: Any = self._parse(files[TOKENIZER_JSON])
         self._config = special_tokens.merge_files(
             self._read_object(_TOKENIZER_CONFIG),
             self._read_object(_SPECIAL_TOKENS_MAP),
@@ -266,6 +266,18 @@ class FileTokenizer:
                 raise
             problem = f"fails in the tokenizers library: {error_text(error)}"
             raise self._error(f"{problem}; use another tokenizer") from None
+
+    def _parse(self, content: bytes) -> Any:
+        """Return the library's tokenizer; where it can read none, maybe the content is not JSON."""
+        try:
+            with self._library_errors():
+                return _parse_tokenizer(content)
+        except ConfigError:
+            problem = _describe_no_json(content)
+            if problem is None:
+                raise
+            remedy = "download the file again, or write it as JSON in UTF-8 without a mark"
+            raise self._error(f"{TOKENIZER_JSON}: {problem}; {remedy}") from None
 
     def _read_object(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file, {} if there is none."""
@@ -659,6 +671,23 @@ class FileTokenizer:
         return self.find_template(tools).render(
             messages, tools, variables, date, add_generation_prompt=add_generation_prompt
         )
+
+
+def _describe_no_json(content: bytes) -> str | None:
+    """Return why `content` is not JSON in UTF-8; None = it is."""
+    marks = {codecs.BOM_UTF8: "UTF-8", **ENCODINGS}
+    for mark, encoding in marks.items():
+        if content.startswith(mark):
+            return f"starts with the byte-order mark of {encoding}"
+    try:
+        json.loads(content)
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8"
+    except ValueError as error:
+        return f"not valid JSON: {error}"
+    except RecursionError:
+        return None
+    return None
 
 
 def _enlarge(n_ids: int) -> str:
