@@ -24,7 +24,7 @@ from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.training.parallelize import mesh_shape
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import TINY
 
 
@@ -228,7 +228,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     children = psutil.Process(process.pid).children()
     (worker,) = [child for child in children if "gpu_points" in " ".join(child.cmdline())]
     worker.kill()
-    printed, errors = process.communicate(timeout=300)
+    printed, errors = process.communicate(timeout=PATIENCE)
     log = benchmark.out.with_suffix(".log")
     assert process.returncode == 0, errors + log.read_text()
     return Measured(benchmark, benchmark.rows(), printed)
@@ -293,7 +293,7 @@ def test_gpu_benchmark_table_prints_the_results_again(measured: Measured) -> Non
 def test_gpu_benchmark_pairs(measured: Measured) -> None:
     pairs = {"1B selective", "1B activation_offload"}
     process = measured.benchmark.start("--tiny", "--pairs", *pairs)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     rows = measured.benchmark.rows()
     assert all(rows[pair]["ratio"] > 0 for pair in pairs), errors
     assert rows.keys() == measured.rows.keys() | pairs
@@ -302,5 +302,5 @@ def test_gpu_benchmark_pairs(measured: Measured) -> None:
 @pytest.mark.slow
 def test_gpu_benchmark_limit_stops_it(measured: Measured) -> None:
     process = measured.benchmark.start("--tiny", "--limit", "1", "--pairs")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert "stopped after 1 s" in errors

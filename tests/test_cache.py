@@ -21,7 +21,7 @@ from lm.data.text import hash_tokens, read_text
 from lm.data.tokenizer import load_tokenizer
 from lm.data.windows import check_token_files, cut_file
 from lm.errors import ConfigError
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 
 BUILD = """
 import os, pathlib, sys
@@ -64,9 +64,9 @@ def test_two_processes_compute_an_entry_once(tmp_path: Path) -> None:
         assert first.stdout is not None
         assert first.stdout.readline() == "building\n"
         with start(tmp_path) as second:
-            output, _ = first.communicate("\n", timeout=60)
+            output, _ = first.communicate("\n", timeout=PATIENCE)
             assert output == "complete\n"
-            assert second.communicate("\n", timeout=60) == ("complete\n", None)
+            assert second.communicate("\n", timeout=PATIENCE) == ("complete\n", None)
     assert (tmp_path / "builds").read_text() == "x"
 
 
@@ -78,7 +78,7 @@ def test_killed_process_leaves_no_entry(tmp_path: Path) -> None:
     (draft,) = entries()
     assert draft.startswith(".")
     with start(tmp_path) as again:
-        assert again.communicate("\n", timeout=60)[0] == "building\ncomplete\n"
+        assert again.communicate("\n", timeout=PATIENCE)[0] == "building\ncomplete\n"
     assert entries() == [draft[1:65]]
 
 

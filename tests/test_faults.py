@@ -23,7 +23,8 @@ import pytest
 from lm.checkpoint.contents import verify
 from lm.checkpoint.manifest import read_manifest
 from lm.launch.spawn import free_port
-from tests.support import REPOSITORY
+from lm.runtime.preemption import REPEAT_SECONDS
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.runs import (
     checkpoints_by_step,
@@ -63,12 +64,12 @@ class Job:
                 return lines
         raise AssertionError(f"ended before {text!r}:\n{''.join(lines)}\n{self.finish()[1]}")
 
-    def finish(self, timeout: float = 60) -> tuple[int, str]:
+    def finish(self) -> tuple[int, str]:
         """Wait for the end of the run; return the exit code and the rest of stderr.
 
         No process is left.
         """
-        _, stderr = self.process.communicate(timeout=timeout)
+        _, stderr = self.process.communicate(timeout=PATIENCE)
         assert not self.remaining()
         return self.process.returncode, stderr
 
@@ -138,17 +139,17 @@ def test_ctrl_c_saves_and_a_second_one_quits(times: int, tmp_path: Path) -> None
     shown = b""
     while (b"training" if times == 1 else b"/1000") not in shown:
         shown += os.read(reading, 1 << 16)
-    for _ in range(times):
-        time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    while b"Ctrl-C again" not in shown:
+        shown += os.read(reading, 1 << 16)
+    if times == 2:
+        time.sleep(REPEAT_SECONDS)  # a signal before that may be of the same key
         process.send_signal(signal.SIGINT)
-    asked = time.monotonic()
     with suppress(OSError):  # EIO: the process has ended
         while block := os.read(reading, 1 << 16):
             shown += block
     process.wait()
-    assert b"Ctrl-C again" in shown
     assert process.returncode == (0 if times == 1 else 128 + signal.SIGINT)
-    assert times == 1 or time.monotonic() - asked < 10, "the step takes longer"
     assert bool(verified(tmp_path)) == (times == 1)
 
 
@@ -197,7 +198,7 @@ def test_closed_terminal_saves(launcher: tuple[str, ...], tmp_path: Path) -> Non
         while b"training" not in shown:
             shown += os.read(reading, 1 << 16)
         os.close(reading)  # the kernel sends SIGHUP, and no output can be written
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE) == 0
     finally:
         process.kill()
     require_saved_where_stopped(tmp_path)
@@ -221,11 +222,8 @@ def test_sigterm_during_validation_saves_at_once(tmp_path: Path) -> None:
         tmp_path, "total_batch_size=40", "validation_batches=1000", "checkpoint_rate=1000"
     ) as job:
         job.wait_for("training")  # then the ranks validate for many minutes
-        time.sleep(1)
-        asked = time.monotonic()
         job.process.terminate()
         code, stderr = job.finish()
-    assert time.monotonic() - asked < 60
     assert code == 0, stderr
     (step,) = verified(tmp_path)
     assert step == 1
@@ -242,7 +240,7 @@ def test_killed_rank_ends_the_run_at_once(victim: int, tmp_path: Path) -> None:
         ranks = job.ranks()
         ranks[victim].kill()
         lines = job.wait_for(f"rank {victim} was killed by SIGKILL", stderr=True)
-        assert not psutil.wait_procs([ranks[1 - victim]], timeout=60)[1]
+        assert not psutil.wait_procs([ranks[1 - victim]], timeout=PATIENCE)[1]
         code, stderr = job.finish()
     assert code == 128 + signal.SIGKILL
     assert "Traceback" not in "".join(lines) + stderr
@@ -255,9 +253,7 @@ def test_stopped_rank_is_named_after_collective_timeout(victim: int, tmp_path: P
     with started(tmp_path, "collective_timeout=8") as job:
         job.wait_for("checkpoint")
         job.ranks()[victim].suspend()
-        suspended = time.monotonic()
         code, stderr = job.finish()
-    assert time.monotonic() - suspended < 8 + 60
     assert code == 1
     line = next(line for line in stderr.splitlines() if line.startswith(f"rank {1 - victim} "))
     assert re.search(rf"timed out after 8 s .*waiting for rank {victim}\b.*does not respond", line)
@@ -268,10 +264,12 @@ def test_stopped_rank_is_named_after_collective_timeout(victim: int, tmp_path: P
 @pytest.mark.slow
 def test_stopped_rank_0_is_named_by_a_rank_that_was_not_waiting_yet(tmp_path: Path) -> None:
     # Rank 1 asks the store of rank 0 whether others wait for it, and gets no answer.
-    script = HANGING_LOADER.format(hang="time.sleep(3)", call="print('late'); hang()", other="pass")
+    hang = "while not os.path.exists('suspended'): time.sleep(0.01)"
+    script = HANGING_LOADER.format(hang=hang, call="print('late'); hang()", other="pass")
     with started(tmp_path, "collective_timeout=8", script=script) as job:
         job.wait_for("late")
         job.ranks()[0].suspend()
+        (tmp_path / "suspended").touch()
         _, stderr = job.finish()
     assert re.search(
         r"^rank 1 .*timed out .*waiting for rank 0\b.*not respond", stderr, re.MULTILINE
@@ -308,9 +306,7 @@ def finish_hanging(folder: Path, script: str) -> str:
     with started(folder, "collective_timeout=8", script=script) as job:
         job.wait_for("validation  step    3")
         job.ranks()
-        hung = time.monotonic()
         code, stderr = job.finish()
-    assert time.monotonic() - hung < 8 + 60
     assert code == 1
     assert "in hang\n" in stderr
     return stderr
@@ -380,10 +376,10 @@ def test_continued_rank_names_itself(victim: int, tmp_path: Path) -> None:
         assert ranks[0].stdout is not None
         assert any(line.startswith("checkpoint") for line in ranks[0].stdout)
         ranks[victim].send_signal(signal.SIGSTOP)
-        _, stderr = ranks[1 - victim].communicate(timeout=60)
+        _, stderr = ranks[1 - victim].communicate(timeout=PATIENCE)
         assert f"waiting for rank {victim}" in stderr
         ranks[victim].send_signal(signal.SIGCONT)
-        _, stderr = ranks[victim].communicate(timeout=60)
+        _, stderr = ranks[victim].communicate(timeout=PATIENCE)
         assert ranks[victim].returncode == 1
     assert re.search(rf"^rank {victim} .*: did not run for \d+ s", stderr, re.MULTILINE)
     assert f"rank {1 - victim}" not in stderr
@@ -398,12 +394,12 @@ def test_rank_stopped_while_others_already_wait_names_itself(tmp_path: Path) -> 
         assert any(line == "late\n" for line in ranks[1].stdout)
         time.sleep(3)  # rank 0 waits for so much longer than rank 1 is stopped
         ranks[1].send_signal(signal.SIGSTOP)
-        _, stderr = ranks[0].communicate(timeout=60)
+        _, stderr = ranks[0].communicate(timeout=PATIENCE)
         assert "waiting for rank 1" in stderr
         ranks[1].send_signal(signal.SIGCONT)
-        _, stderr = ranks[1].communicate(timeout=60)
+        _, stderr = ranks[1].communicate(timeout=PATIENCE)
         assert ranks[1].returncode == 1
-    assert re.search(r"^rank 1 .*: did not run for \d s", stderr, re.MULTILINE)
+    assert re.search(r"^rank 1 .*: did not run for \d+ s", stderr, re.MULTILINE)
     assert "rank 0" not in stderr
 
 
@@ -411,7 +407,7 @@ def test_rank_stopped_while_others_already_wait_names_itself(tmp_path: Path) -> 
 def test_late_rank_names_itself(tmp_path: Path) -> None:
     script = HANGING_LOADER.format(hang="time.sleep(14)", call="hang()", other="pass")
     with started_alone(tmp_path, script=script) as ranks:
-        _, stderr = ranks[1].communicate(timeout=60)
+        _, stderr = ranks[1].communicate(timeout=PATIENCE)
         assert ranks[1].returncode == 1
     assert "in hang\n" in stderr
     assert re.search(r"^rank 1 .*: other ranks waited for it longer than 8 s", stderr, re.MULTILINE)
@@ -511,7 +507,7 @@ def test_torchrun_killed_makes_its_ranks_save(tmp_path: Path) -> None:
         job.wait_for("training")
         ranks = list(job.ranks().values())
         job.process.kill()
-        assert not psutil.wait_procs(ranks, timeout=15)[1]
+        assert not psutil.wait_procs(ranks, timeout=PATIENCE)[1]
         job.finish()
     require_saved_where_stopped(tmp_path)
 
@@ -532,7 +528,7 @@ def test_nothing_is_left_of_what_is_killed_while_its_children_start(
         time.sleep(0.001)
     process.kill()
     # The children have inherited the pipes, which end with the last one.
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.slow

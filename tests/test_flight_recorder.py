@@ -25,11 +25,13 @@ def seems_pending(check_after: float) -> bool:
 def complete_pairs(world: World) -> tuple[int, bool]:
     """Return how many completed pairs of collectives seem pending without a check.
 
-    With one, none does for long. Also return whether a collective does that only this rank has
-    started.
+    Pairs are tried until some of each rank's do. With a check, none does for long. Also return
+    whether a collective does that only this rank has started.
     """
     unchecked = 0
-    for _ in range(60):
+    tries = 0
+    while tries < 60 or (tries < 6000 and 0 in world.all_gather_object(unchecked)):
+        tries += 1
         large: Any = dist.all_reduce(torch.ones(200_000), async_op=True)
         small: Any = dist.all_reduce(torch.ones(2), async_op=True)
         large.wait()

@@ -24,7 +24,7 @@ from lm.errors import ConfigError
 from lm.hf.base import load_model
 from lm.hf.export import export_model
 from model import ModelConfig, Transformer
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import run_fsdp
 from tests.support.tokenizer_files import (
@@ -442,7 +442,7 @@ def test_chat_ctrl_c_ends_the_answer(chat_run: Path, tmp_path: Path) -> None:
                 block := os.read(process.stdout.fileno(), 1 << 16)
             ):
                 received += block
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output, errors) == (0, b"", b"")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.launch_files import read_documents
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
@@ -165,7 +165,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]
     results = []
     for process in processes:
         try:
-            stdout, stderr = process.communicate(timeout=90)
+            stdout, stderr = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -250,7 +250,7 @@ PROGRAMS = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_
 
 CREATE_BUCKET = """
 import sys, time, urllib.request
-for attempt in range(300):
+for attempt in range(6000):
     try:
         urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="PUT"))
         break

@@ -31,7 +31,7 @@ from lm.launch.launch import Launch, is_rank0, is_restart, launcher_pid
 from lm.launch.machine import has_gpu
 from lm.launch.requirements import check_requirements
 from lm.launch.signals import STOP_SIGNALS
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import checkpoints_by_step, run_fsdp
 
@@ -508,7 +508,7 @@ def ready(launcher: subprocess.Popen[str], ranks: int = 2) -> list[psutil.Proces
 
 
 def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = launcher.communicate(timeout=50)
+    output, errors = launcher.communicate(timeout=PATIENCE)
     return launcher.returncode, output, errors
 
 
@@ -562,13 +562,13 @@ def test_local_launch_keeps_master_port(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [1, 2, 77])
 def test_local_launch_exit_code_is_that_of_the_failed_rank(code: int, tmp_path: Path) -> None:
-    with launched(tmp_path, f"if rank == 1: sys.exit({code})\ntime.sleep(60)") as launcher:
+    with launched(tmp_path, f"if rank == 1: sys.exit({code})\ntime.sleep(3600)") as launcher:
         assert finish(launcher) == (code, "", "")
 
 
 def test_local_launch_names_a_killed_rank(tmp_path: Path) -> None:
     """The others ignore SIGTERM, like ranks in a collective."""
-    script = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(60)"
+    script = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(3600)"
     with launched(tmp_path, script, ranks=3) as launcher:
         ranks = ready(launcher, 3)
         victim = next(rank for rank in ranks if rank.environ()["RANK"] == "1")
@@ -587,10 +587,10 @@ if rank == 1:
         time.sleep(0.01)
     sys.exit(1)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
 say("ready", worker.pid)
 open("hung", "w")
-time.sleep(60)
+time.sleep(3600)
 """
     with launched(tmp_path, script) as launcher:
         (worker,) = ready(launcher, 1)
@@ -626,7 +626,7 @@ def test_local_launch_leaves_sighup_ignored_under_nohup(tmp_path: Path) -> None:
     assert done.stdout == "SIG_IGN\n" * 2
 
 
-def ended(processes: list[psutil.Process], within: float = 60) -> bool:
+def ended(processes: list[psutil.Process], within: float = PATIENCE) -> bool:
     """Wait until all processes have ended, or are zombies, which a container may never reap."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -638,7 +638,7 @@ def ended(processes: list[psutil.Process], within: float = 60) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG of Linux")
 def test_local_launch_killed_leaves_no_orphans(tmp_path: Path) -> None:
-    with launched(tmp_path, f"{READY}time.sleep(60)") as launcher:
+    with launched(tmp_path, f"{READY}time.sleep(3600)") as launcher:
         ranks = ready(launcher)
         launcher.kill()
         assert ended(ranks)
@@ -646,7 +646,7 @@ def test_local_launch_killed_leaves_no_orphans(tmp_path: Path) -> None:
 
 def test_local_launch_leaves_no_child_of_a_rank_that_has_ended(tmp_path: Path) -> None:
     script = """
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
 say("ready", worker.pid)
 os._exit(rank)
 """

@@ -32,6 +32,7 @@ from lm.metrics.device import peak_flops, peak_flops_by_name, peak_memory_gib
 from lm.metrics.logger import MetricLogger
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
+from tests.support import PATIENCE
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -384,10 +385,10 @@ def test_logger_reports_progress_and_status(
 ) -> None:
     cluster = Cluster()
     logger = started(None, cluster=cluster)
-    assert cluster.statuses.get(timeout=10) == "training"
+    assert cluster.statuses.get(timeout=PATIENCE) == "training"
     with logger.status("validating"):
-        assert cluster.statuses.get(timeout=10) == "validating"
-    assert cluster.statuses.get(timeout=10) == "training"
+        assert cluster.statuses.get(timeout=PATIENCE) == "validating"
+    assert cluster.statuses.get(timeout=PATIENCE) == "training"
     reports = [
         ("training", 25, TRAINING),
         ("validation", 25, VALIDATION),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import REQUEUED_RUN
 from tests.support.runs import (
     FAIL_IN_STEP_8,
@@ -233,7 +233,7 @@ def test_mpiexec_ports_agree_and_differ_by_run(
             subprocess.Popen(words, cwd=REPOSITORY, env=own, stdout=subprocess.PIPE, text=True)
             for own in envs
         ]
-        ports = [mpiexec.communicate(timeout=60)[0].split() for mpiexec in two]
+        ports = [mpiexec.communicate(timeout=PATIENCE)[0].split() for mpiexec in two]
     assert [len(both) for both in ports] == [2, 2], ports
     assert [len(set(both)) for both in ports] == [1, 1]
     assert ports[0] != ports[1]

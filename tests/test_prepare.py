@@ -37,7 +37,7 @@ from lm.data.token_file import read_index
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.tasks.questions import read_tasks
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.tokenizer_files import byte_level_tokenizer
 
 TEXTS = [
@@ -64,7 +64,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 def run(*arguments: object) -> tuple[int, str, str]:
     """Run the command. Return its exit code, stdout and stderr."""
     process = start(*arguments)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in errors, errors
     return process.returncode, output, errors
 
@@ -818,7 +818,7 @@ def test_prepare_killed_while_installing_loses_nothing(
 
 def wait_for(process: subprocess.Popen[str], path: Path, size: int = 0) -> None:
     """Wait until the running process has written `size` bytes to `path`."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not path.exists() or path.stat().st_size < size:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -862,7 +862,7 @@ def test_prepare_refuses_input_that_changes(
 ) -> None:
     process, out = long_run
     os.utime(out.parent / "a.jsonl", (0, 0))
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (1, "")
     assert errors.startswith(f"{out.parent}/a.jsonl: ")
     assert [path.name for path in out.iterdir()] == ["lock"]
@@ -880,7 +880,10 @@ def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         # the tokens of a.txt are written after the encoding of b.txt has started
         wait_for(process, out / token_file.DRAFTS / "train.bin", size=1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=15) == 130  # the encoding takes 30 s
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 130
+        assert usage.ru_utime < 15, "the encoding takes 30 s"
     finally:
         process.kill()
         output, _errors = process.communicate()

@@ -25,7 +25,7 @@ from determined.core import DummyProfilerContext
 from lm.errors import ConfigError
 from lm.launch.spawn import free_port
 from lm.training import profiling
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.runs import read_reports, run_fsdp
 
@@ -133,7 +133,7 @@ class Board:
 
     def get(self, path: str, ready: str) -> Any:
         """Return the answer as soon as it contains `ready`."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 with urllib.request.urlopen(f"{self.url}/{path}") as answer:

@@ -28,6 +28,7 @@ from lm.resume import extensions, require_same_run
 from lm.runtime.world import World
 from lm.tasks.scoring import Scorer
 from lm.training.optim import OptimConfig, learning_rate
+from tests.support import PATIENCE
 from tests.support.checkpoints import RUN_INFO, copy_with_hyperparameters, forge_manifest
 from tests.support.hyperparameters import EXACT_RUN, TINY
 from tests.support.ranks import run_ranks
@@ -119,7 +120,7 @@ def test_sigterm_and_sigusr2_save_and_resume_exactly(
         if line.startswith("training"):
             process.send_signal(signum)
             break
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     (step,) = checkpoints_by_step(tmp_path)
     if step < 10:
@@ -138,7 +139,7 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp_
         if line.startswith("training"):
             os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
             break
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "rerun with resume=auto" in output, "the same command would start at step 0"
     (step,) = checkpoints_by_step(tmp_path)

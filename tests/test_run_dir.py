@@ -25,7 +25,7 @@ from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.fileio import print_once
 from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
 from tests.support.runs import checkpoints_by_step, run_fsdp
@@ -148,7 +148,7 @@ def test_lock_is_not_inherited_by_forked_processes() -> None:
 @pytest.mark.skipif(
     platform.machine() != "x86_64", reason="uses the number of a system call of x86-64"
 )
-def test_lock_of_a_killed_process_is_waited_for() -> None:
+def test_lock_of_a_killed_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """After SIGKILL in the middle of a write, the process is a zombie with a live thread."""
     script = (
         "import ctypes, pathlib, threading\n"
@@ -163,6 +163,7 @@ def test_lock_of_a_killed_process_is_waited_for() -> None:
         assert holder.stdout.readline() == "locked\n"
         while psutil.Process(holder.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
+        monkeypatch.setattr("lm.runtime.run_dir.LOCK_TIMEOUT", PATIENCE)
         locked = pool.submit(lock_file, Path("x"))
         with pytest.raises(TimeoutError):
             locked.result(timeout=0.5)

@@ -28,7 +28,7 @@ from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
 from lm.search.report import Row, Table
 from lm.search.search import Search
 from tests.soak_search import Soak
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.cluster.searcher import Halving
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
 from tests.support.hyperparameters import TINY
@@ -458,9 +458,9 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
     killed.kill()
     killed.communicate()
     rerun = start_search("run_name=killed", "--parallel", "2")
-    output, errors = rerun.communicate(timeout=300)
+    output, errors = rerun.communicate(timeout=PATIENCE)
     assert rerun.returncode == 0, errors
-    printed = whole.communicate(timeout=300)[0].splitlines()[-1].split()
+    printed = whole.communicate(timeout=PATIENCE)[0].splitlines()[-1].split()
     assert printed[-1] == "run_name=whole-best"
 
     expected = losses_by_trial("whole")
@@ -486,7 +486,7 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
     write_experiment(searcher | {"max_trials": 5}, hyperparameters)
     again = ["tiny.yaml", "run_name=killed", "--parallel", "2"]
     changed = start_search(*again[1:])
-    _, errors = changed.communicate(timeout=300)
+    _, errors = changed.communicate(timeout=PATIENCE)
     assert changed.returncode == ConfigError.exit_code
     assert "searcher.max_trials: was 4, is now 5" in errors
     write_experiment(searcher, hyperparameters)
@@ -507,7 +507,7 @@ def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
     metrics = Path("runs/tiny/trial-1/metrics.jsonl")
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     search.send_signal(signum)
-    output, errors = search.communicate(timeout=300)
+    output, errors = search.communicate(timeout=PATIENCE)
     assert search.returncode == 0, errors
     assert "rerun the same command" in output
     assert list(Path("runs/tiny/trial-1/checkpoints").glob("*/manifest.json"))
@@ -521,7 +521,7 @@ def test_search_restarts_a_trial_that_was_killed() -> None:
     trial = Path("runs/tiny/trial-1")
     wait_until((trial / "metrics.jsonl").exists)
     os.kill(int((trial / "lock").read_text().split()[1]), signal.SIGKILL)
-    output, errors = search.communicate(timeout=300)
+    output, errors = search.communicate(timeout=PATIENCE)
     assert search.returncode == 0, errors
     assert "before step 300" in output
     assert "(" not in output.partition("trains to step")[2].splitlines()[0]  # nothing is searched
@@ -721,7 +721,7 @@ def test_search_ends_where_its_data_change(change: Callable[[Path], Any], proble
         search = start_search()
         wait_until(lambda: 8 in losses_by_trial("tiny").get("trial-1", {}))
         change(Path("val.txt"))
-    _, errors = search.communicate(timeout=300)
+    _, errors = search.communicate(timeout=PATIENCE)
     assert search.returncode == ConfigError.exit_code
     (line,) = errors.splitlines()
     assert "trial-2 does not start" in line
@@ -729,7 +729,7 @@ def test_search_ends_where_its_data_change(change: Callable[[Path], Any], proble
     assert "run the same command again" in line
     assert not (second / "dropped").exists()
     rerun = start_search()
-    output, errors = rerun.communicate(timeout=300)
+    output, errors = rerun.communicate(timeout=PATIENCE)
     assert rerun.returncode == ConfigError.exit_code
     assert problem in errors
     assert "trial-2" not in output
@@ -759,12 +759,12 @@ def test_trial_does_not_resume_from_a_checkpoint_of_other_data() -> None:
 def test_complete_trial_whose_result_is_lost_is_not_dropped() -> None:
     write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01})
     first = start_search()
-    _, errors = first.communicate(timeout=300)
+    _, errors = first.communicate(timeout=PATIENCE)
     assert first.returncode == 0, errors
     metrics = Path("runs/tiny/trial-1/metrics.jsonl")
     metrics.write_text("")
     rerun = start_search()
-    _, errors = rerun.communicate(timeout=300)
+    _, errors = rerun.communicate(timeout=PATIENCE)
     assert rerun.returncode == ConfigError.exit_code
     assert "trial-1 is complete: its metrics.jsonl lacks step 8" in errors
     assert not (metrics.parent / "dropped").exists()
@@ -775,7 +775,7 @@ def test_search_ends_where_all_trials_are_refused_alike() -> None:
     too_large = {"d_model": 32768, "n_layers": 64}  # for this machine
     write_experiment({"name": "random", "metric": "loss", "max_trials": 20}, SMALL | too_large)
     search = start_search()
-    _, errors = search.communicate(timeout=300)
+    _, errors = search.communicate(timeout=PATIENCE)
     assert search.returncode == ConfigError.exit_code
     assert "the first 3 trials were refused alike" in errors
     assert len(list(Path("runs/tiny").glob("trial-*"))) == 3
@@ -796,9 +796,9 @@ def test_search_waits_for_a_trial_that_is_still_saving() -> None:
     with FileLock((trial / "lock").absolute()):
         search = start_search()
         wait_until((trial.parent / "search.json").exists)
-        time.sleep(3)
+        time.sleep(3)  # a search that does not wait starts the trial, or ends
         assert search.poll() is None
         assert not (trial / "config.yaml").exists()
-    output, errors = search.communicate(timeout=300)
+    output, errors = search.communicate(timeout=PATIENCE)
     assert search.returncode == 0, errors
     assert "before step" not in output

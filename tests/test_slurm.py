@@ -131,8 +131,9 @@ class Cluster:
         def fields() -> dict[str, str]:
             return dict(re.findall(r"(\w+)=(\S*)", self.command("scontrol", "show", "job", job)))
 
-        active = ("PENDING", "RUNNING", "COMPLETING")
-        wait_until(lambda: fields()["JobState"] not in active, lambda: self.log(job, folder))
+        # A job that is requeued passes through others, such as REQUEUED and CONFIGURING.
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        wait_until(lambda: fields()["JobState"] in ended, lambda: self.log(job, folder))
         return fields(), self.log(job, folder)
 
 
@@ -177,11 +178,11 @@ def cluster() -> Iterator[Cluster]:
                 daemons.append(
                     subprocess.Popen(command, env=cluster._env, stdout=file, stderr=file)
                 )
-                wait_until((folder / "munge.socket").exists, log.read_text, 10)
-            wait_until(lambda: output(states) == ["idle"] * 2, log.read_text, 120)
+                wait_until((folder / "munge.socket").exists, log.read_text)
+            wait_until(lambda: output(states) == ["idle"] * 2, log.read_text)
         yield cluster
         output(["scancel", "--user=root"])
-        wait_until(lambda: not output(["squeue", "--noheader"]), log.read_text, 120)
+        wait_until(lambda: not output(["squeue", "--noheader"]), log.read_text)
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()

@@ -9,7 +9,6 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -25,13 +24,14 @@ import torch.distributed as dist
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch
 from lm.launch.spawn import free_port
+from lm.runtime import watchdog
 from lm.runtime.failures import as_run_error
 from lm.runtime.rendezvous import choose_device, join_world
 from lm.runtime.watchdog import Heartbeat, Watchdog
 from lm.runtime.world import MeshShape, World
 from lm.training import precision
-from tests.support import REPOSITORY
-from tests.support.ranks import in_world, run_ranks
+from tests.support import PATIENCE, REPOSITORY
+from tests.support.ranks import RANK_TIMEOUT, in_world, run_ranks
 from tests.support.runs import run_fsdp
 
 
@@ -76,7 +76,7 @@ def test_join_names_a_port_in_use(address: str, nodes: int) -> None:
         expected = f"^rank 0 of 2, .*127.0.0.1:{port}: .*uses this port.*MASTER_PORT"
         with (
             pytest.raises(RunError, match=expected),
-            join_world(launch(0, 2, port, nodes), timeout=5),
+            join_world(launch(0, 2, port, nodes), timeout=PATIENCE),
         ):
             pass
 
@@ -337,13 +337,21 @@ SILENT = r"rank 0 \(last completed step 3\), which does not respond"
     ids=["gloo", "store", "NCCL", "peer"],
 )
 def test_watchdog_names_the_rank_that_was_waited_for(
-    error: RuntimeError, store_ends: bool, part: str
+    error: RuntimeError, store_ends: bool, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     servers[0].set("watchdog/0", json.dumps(Heartbeat(3, 1, False)))  # and no beat after it
     client = dist.TCPStore("127.0.0.1", servers[0].port, wait_for_workers=False)
-    if store_ends:  # between the two readings of the heartbeats
-        threading.Timer(0.4, servers.clear).start()
+    read_error = watchdog._read_published_error
+
+    def end_store(*arguments: Any) -> bool:
+        """End it between the two readings of the heartbeats."""
+        found = read_error(*arguments)
+        servers.clear()
+        return found
+
+    if store_ends:
+        monkeypatch.setattr(watchdog, "_read_published_error", end_store)
     expected = rf"^rank 1 \(last completed step 0\): {part}"
     with pytest.raises(RunError, match=expected), Watchdog(client, rank=1, size=2, timeout=8):
         raise error
@@ -398,7 +406,7 @@ def build_mesh(
 def test_device_mesh_shape_and_timeouts(
     shape: MeshShape, ranks: list[Any], names: tuple[str, ...]
 ) -> None:
-    assert run_ranks(4, build_mesh, shape) == [(ranks, names, {60})] * 4
+    assert run_ranks(4, build_mesh, shape) == [(ranks, names, {RANK_TIMEOUT})] * 4
 
 
 THREADS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -20,6 +21,9 @@ from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
 from tests.support.forked import START_METHOD
 
+RANK_TIMEOUT = 300
+"""seconds that a rank waits for others in a collective"""
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -35,12 +39,13 @@ class _Job:
 
 
 def _enter(rank: int, job: _Job) -> None:
+    faulthandler.enable()  # a rank that PyTorch aborts prints where it was
     os.environ.update(job.env)
     torch.set_num_threads(1)
     per_node = job.size // job.nodes
     node, local_rank = divmod(rank, per_node)
     launch = Launch(rank, job.size, local_rank, per_node, node, "127.0.0.1", job.port)
-    with join_world(launch, timeout=60) as world:
+    with join_world(launch, timeout=RANK_TIMEOUT) as world:
         result = job.action(world, *job.arguments)
         (job.results / str(rank)).write_bytes(pickle.dumps(result))
     sys.stdout.flush()
@@ -64,5 +69,5 @@ def run_ranks(size: int, action: Callable[..., Any], *arguments: Any, nodes: int
 
 def in_world(action: Callable[[World], Any]) -> Any:
     """Run `action(world)` in this process as the only rank."""
-    with join_world(Launch(), timeout=60) as world:
+    with join_world(Launch(), timeout=RANK_TIMEOUT) as world:
         return action(world)

@@ -19,7 +19,7 @@ from lm.checkpoint.open_store import open_store
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.forked import READ_AT_START, start_python
 from tests.support.hyperparameters import TINY
 
@@ -93,7 +93,7 @@ def write_script(folder: Path, script: str) -> Path:
 
 
 def run_fsdp(
-    folder: Path, *overrides: str, code: int | None = None, timeout: float = 120, **how: Any
+    folder: Path, *overrides: str, code: int | None = None, timeout: float = PATIENCE, **how: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run `fsdp.py` as `start_fsdp` does, and return its exit code, which is `code` if given."""
     process = start_fsdp(folder, *overrides, **how)
@@ -125,7 +125,7 @@ Optimizer.measure_gradients = save_and_measure
 
 
 def wait_until(
-    condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = 300
+    condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = PATIENCE
 ) -> None:
     """Wait until `condition()` is true; after `seconds`, fail with `explain()`."""
     deadline = time.monotonic() + seconds

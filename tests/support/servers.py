@@ -32,10 +32,10 @@ def serving(*command: str, port: int, **env: str) -> Iterator[str]:
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, env=os.environ | env, stdout=quiet, stderr=quiet)
     try:
-        for _ in range(200):
+        for _ in range(6000):
             try:
                 with closing(
-                    http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                    http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 ) as connection:
                     connection.request("GET", "/")
                     connection.getresponse()
