@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections import Counter
@@ -21,6 +22,7 @@ from lm import config, generate
 from lm.checkpoint.contents import load_weights
 from lm.checkpoint.headers import read_headers
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
+from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import adapters, export, weights
@@ -450,6 +452,32 @@ def test_adapters_of_peft_have_its_logits(
     theirs = peft.PeftModel.from_pretrained(base, str(adapter)).eval()(tokens).logits
     torch.testing.assert_close(ours(tokens), theirs, atol=1e-5, rtol=0)
     assert (theirs - before).abs().max() > 0.1
+
+
+def test_adapters_of_peft_are_opened_with_their_base(
+    bases: dict[str, Path], peft_adapters: Path, tmp_path: Path
+) -> None:
+    """As `lm.generate` and `lm.evaluate` open them."""
+    import peft
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    theirs = peft.PeftModel.from_pretrained(theirs, str(peft_adapters)).eval()
+    tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    ours, tokenizer = hf_base.open_model(peft_adapters)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours.eval()(tokens), expected, atol=1e-5, rtol=0)
+    assert tokenizer.identity == load_tokenizer(str(bases["llama"])).identity
+
+    moved = shutil.copytree(peft_adapters, tmp_path / "moved")
+    config = json.loads((moved / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "none")
+    (moved / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="base_model_name_or_path"):
+        hf_base.open_model(moved)
+    again, _ = hf_base.open_model(moved, dtype="bfloat16", base_dir=bases["llama"])
+    for (name, parameter), other in zip(again.named_parameters(), ours.parameters(), strict=True):
+        assert parameter.equal(other.bfloat16()), name
 
 
 @pytest.mark.slow

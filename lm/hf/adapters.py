@@ -112,8 +112,11 @@ def base_of(init_from: str) -> str:
     return source
 
 
-def open_adapters(directory: Path) -> PeftAdapters:
+def open_adapters(directory: Path, base_dir: Path | None = None) -> PeftAdapters:
     """Read the configuration of adapters, and check the names, shapes and dtypes of their tensors.
+
+    Args:
+        base_dir: a copy of their base; None = the model that their config names.
 
     Raises:
         ConfigError: they would compute or train anything else here; lists every reason.
@@ -133,7 +136,8 @@ def open_adapters(directory: Path) -> PeftAdapters:
         problems += [f"{found['loc'][0]}: {found['msg']}" for found in error.errors()]
     if config is None or problems:
         raise ConfigError(*(f"{path}: {problem}" for problem in problems), f"init_from: {_MERGE}")
-    base = weights.read_structure(base_of(str(directory)))
+    source = str(base_dir or base_of(str(directory)))
+    base = weights.read_structure(source)
     return _find_tensors(directory, base, config)
 
 
@@ -277,3 +281,30 @@ def read_directory(directory: Path, model: AnyModel) -> None:
     parameters = dict(model.named_parameters())
     for name, source in open_adapters(directory).sources.items():
         read_into(parameters[name], source)
+
+
+@torch.no_grad()
+def merge_into_base(
+    directory: Path, device: torch.device, base_dir: Path | None = None
+) -> AnyModel:
+    """Return the base of the adapters in `directory`, with these merged into it.
+
+    Args:
+        base_dir: see `open_adapters`.
+
+    Raises:
+        ConfigError, RunError: see `open_adapters`.
+    """
+    opened = open_adapters(directory, base_dir)
+    adapters = lora.Adapters(opened.config, opened.model.config)
+    for name, source in opened.sources.items():
+        read_into(adapters[name], source)
+    model = weights.load_model(base_directory(directory, base_dir), device)
+    for name, parameter in model.named_parameters():
+        adapters.merge(name, parameter)
+    return model
+
+
+def base_directory(directory: Path, base_dir: Path | None = None) -> Path:
+    """Return the directory of the base of the adapters in `directory`, maybe downloaded."""
+    return weights.find_source(str(base_dir or base_of(str(directory))))

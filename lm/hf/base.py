@@ -29,7 +29,14 @@ from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
-from lm.hf.adapters import ADAPTER_CONFIG, ADAPTER_FILE, base_of, is_adapter
+from lm.hf.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    base_directory,
+    base_of,
+    is_adapter,
+    merge_into_base,
+)
 from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
 from lm.training import lora
@@ -250,11 +257,11 @@ def open_model(
     base_dir: Path | None = None,
     unquantized: bool = False,
 ) -> tuple[AnyModel, Tokenizer]:
-    """Return the model and the tokenizer of a run, a checkpoint or a Hugging Face model.
+    """Return the model and the tokenizer of a run, a checkpoint, or a model of Hugging Face.
 
     Args:
         source: a directory, a URL, or for Hugging Face also OWNER/MODEL; of a run, its newest
-            checkpoint is opened.
+            checkpoint is opened, and adapters of PEFT are merged into their base.
         dtype: of the weights: a key of `WEIGHT_DTYPES`.
         base_dir: a copy of the base of LoRA adapters, which are merged into it unless it was
             quantized; None = where it was in training.
@@ -269,20 +276,26 @@ def open_model(
         raise ConfigError(f"dtype: {dtype}: use one of {', '.join(WEIGHT_DTYPES)}")
     device = torch.device(device)
     weight_dtype = WEIGHT_DTYPES[dtype]
+    if is_adapter(source):
+        directory = Path(source)
+        tokenizer = _load_tokenizer(directory, base_directory(directory, base_dir))
+        model = merge_into_base(directory, device, base_dir)
+        return model.to(weight_dtype), tokenizer
     if not weights.is_model(source):
         model, tokenizer = load_model(find_checkpoint(source), device, base_dir, unquantized)
         return model.to(weight_dtype), tokenizer
     if base_dir is not None:
         raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
     directory = weights.find_source(source)
-    config = weights.read_structure(str(directory)).config
-    tokenizer = weights.load_model_tokenizer(directory, config)
-    if tokenizer is None:
-        raise ConfigError(f"{source}: has no {TOKENIZER_JSON}; add the model's")
-    with torch.device("meta"):
-        model = new_model(config)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(weight_dtype)
-    model.to_empty(device=device)
-    weights.read_directory(directory, model)
-    return model, tokenizer
+    tokenizer = _load_tokenizer(directory)
+    return weights.load_model(directory, device, weight_dtype), tokenizer
+
+
+def _load_tokenizer(*directories: Path) -> Tokenizer:
+    """Return the tokenizer of the first of `directories` that has one; the last is the model's."""
+    config = weights.read_structure(str(directories[-1])).config
+    for directory in directories:
+        tokenizer = weights.load_model_tokenizer(directory, config)
+        if tokenizer is not None:
+            return tokenizer
+    raise ConfigError(f"{directories[-1]}: has no {TOKENIZER_JSON}; add the model's")

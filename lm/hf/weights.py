@@ -286,6 +286,19 @@ def load_model_tokenizer(directory: Path, config: AnyModelConfig) -> Tokenizer |
     return found
 
 
+def load_model(
+    directory: Path, device: torch.device, dtype: torch.dtype = torch.float32
+) -> AnyModel:
+    """Return the model of a Hugging Face directory in a single process, with weights in `dtype`."""
+    with torch.device("meta"):
+        model = new_model(read_structure(str(directory)).config)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    model.to_empty(device=device)
+    read_directory(directory, model)
+    return model
+
+
 def load_into(model: AnyModel, source: str, world: World, log: Callable[[str], None]) -> None:
     """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
 
