@@ -49,7 +49,7 @@ from lm.tasks.task import Task
 from lm.training import parallelize
 from lm.training.config import WINDOW
 from lm.transformers_config import AnyModelConfig
-from lm.units import format_parameters
+from lm.units import format_number, format_parameters
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class ResolvedRun:
         epoch = "streamed"
         samples_per_epoch = self.data.train.samples_per_epoch
         if samples_per_epoch:
-            epoch = f"{samples_per_epoch / self.global_batch_size:,.0f} steps per epoch"
+            epoch = f"{format_number(samples_per_epoch / self.global_batch_size)} steps per epoch"
         ranks = f"{world.size} x {world.device.type}"
         step = f"{self.global_batch_size} x {hp.model.max_seq_len} tokens per step"
         return f"{parameters}, {hp.parallel.sharding} over {ranks}, {dtype}; {step}, {epoch}"

@@ -28,3 +28,10 @@ def format_parameters(n: int) -> str:
     if n >= 1000:
         return f"{n / 1000:.1f}K"
     return str(n)
+
+
+def format_number(value: float) -> str:
+    """Return e.g. "2.5", and "2,634" where the fraction says little."""
+    if value < 100:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lm.units import format_bytes, format_parameters
+from lm.units import format_bytes, format_number, format_parameters
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,10 @@ def test_format_bytes_chooses_the_unit(n: int, expected: str) -> None:
 )
 def test_format_parameters_chooses_the_unit(n: int, expected: str) -> None:
     assert format_parameters(n) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(2.0, "2"), (2.5, "2.5"), (99.96, "100"), (2634.1, "2,634")]
+)
+def test_format_number_has_three_digits_or_no_fraction(value: float, expected: str) -> None:
+    assert format_number(value) == expected
