@@ -480,19 +480,22 @@ class ModelConfig(Config, frozen=True):
 
     def attention_flops_per_token(self, seq_len: int) -> float:
         """Return the part of `flops_per_token` that is not products with weights."""
-        q = self.n_heads * self.head_width
         windows = Counter(kind.sliding_window for kind in self.attention_kinds)
         flops = 0.0
         for sliding_window, n_layers in windows.items():
-            # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
-            # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window;
-            # the mean per query is their sum / seq_len.
-            window = seq_len
-            if sliding_window is not None:
-                window = min(sliding_window, seq_len)
-            keys = window - window**2 / (2 * seq_len)
-            flops += 12 * n_layers * q * keys
+            flops += n_layers * self.attention_flops_of_layer(sliding_window, seq_len)
         return flops
+
+    def attention_flops_of_layer(self, sliding_window: int | None, seq_len: int) -> float:
+        """Return the part of `attention_flops_per_token` of a layer with `sliding_window`."""
+        # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
+        # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window;
+        # the mean per query is their sum / seq_len.
+        window = seq_len
+        if sliding_window is not None:
+            window = min(sliding_window, seq_len)
+        keys = window - window**2 / (2 * seq_len)
+        return 12 * self.n_heads * self.head_width * keys
 
 
 def _divisors(number: int) -> list[int]:

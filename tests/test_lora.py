@@ -313,25 +313,25 @@ def test_lora_base_is_frozen_sharded_and_in_compute_dtype(bases: dict[str, Path]
         assert sum(found.values()) == state
 
 
-def test_lora_computes_no_gradient_of_the_base(bases: dict[str, Path]) -> None:
-    hp = read_with_model_defaults(settings(bases["llama"]))
+@pytest.mark.parametrize(
+    ("targets", "n_attentions"),
+    [(None, 2), (["down_proj"], 2 - 2 / 3), (["o_proj", "up_proj"], 2 - 2 / 3)],
+    ids=str,
+)
+def test_lora_computes_no_gradient_of_the_base(
+    targets: list[str] | None, n_attentions: float, bases: dict[str, Path]
+) -> None:
+    """Nor of what precedes the first adapters: a third of attention is forward."""
+    hp = read_with_model_defaults(settings(bases["llama"], lora_targets=targets))
+    assert hp.own_model.n_layers == 2
     with torch.device("meta"):  # on which attention is counted as plain matrix products
         model = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
     tokens = torch.zeros(4, hp.model.max_seq_len, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    # Attention to later positions is counted, too. The first block's inputs need no gradient.
-    other_half = (
-        6
-        * hp.own_model.n_layers
-        * hp.own_model.n_heads
-        * hp.own_model.head_width
-        * hp.own_model.max_seq_len
-    )
-    shapes = hp.own_model.layer_shapes
-    first = [shapes[name] for name in ("q_proj", "k_proj", "v_proj")]
-    unneeded = sum(2 * out * inner + 2 * 3 * inner for out, inner in first)
-    expected = hp.training_flops_per_token + other_half - unneeded
+    # Attention to later positions is counted, too.
+    of_layer = 6 * hp.own_model.n_heads * hp.own_model.head_width * hp.own_model.max_seq_len
+    expected = hp.training_flops_per_token + n_attentions * of_layer
     assert counter.get_total_flops() == pytest.approx(expected * tokens.numel(), rel=1e-9)
 
 
