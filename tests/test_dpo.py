@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from tests.support.hf import (
     start_as_ours,
 )
 from tests.support.hyperparameters import LLAMA_STYLE, TINY, named_keys
-from tests.support.parallelism import train_each
+from tests.support.parallelism import STRATEGIES, train_each
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SAVE_FIRST_GRADIENTS,
@@ -363,6 +364,44 @@ def test_ranks_and_accumulation_change_nothing(sources: Sources, tmp_path: Path)
             assert losses == pytest.approx(one[name], rel=1e-6, abs=1e-6), (ranks, name)
     for name in EQUAL.keys() - {"muon"}:
         assert one[name] == pytest.approx(one["4x"], rel=1e-6, abs=1e-6)
+
+
+PLACED: dict[str, dict[str, Any]] = {
+    **{name: {"sharding": name} for name in STRATEGIES},
+    "offload": {"cpu_offload": True},
+    "offload-activations": {"activation_offload": True},
+    "recompute-some": {"activation_checkpointing": "selective"},
+}
+ROUNDED = {dtype: {"amp_dtype": dtype} for dtype in ("bfloat16", "float16")}
+
+
+@pytest.mark.slow
+def test_strategies_and_offloading_change_nothing(sources: Sources, tmp_path: Path) -> None:
+    base = sources.settings(**ONE_BATCH)
+    one = losses_on(1, tmp_path / "1", {"one": base})["one"]
+    two = {name: base | changes for name, changes in (PLACED | ROUNDED).items()}
+    found = losses_on(2, tmp_path / "2", two)
+    for dtype in ROUNDED:
+        losses = found.pop(dtype)
+        assert losses[0] == pytest.approx(math.log(2), abs=1e-6), dtype
+        assert losses == pytest.approx(one, rel=5e-2), dtype
+    groups = {
+        name: base | {"sharding": name, "shard_group_size": 2}
+        for name in ("hybrid-full-shard", "hybrid-grad-shard")
+    }
+    for name, losses in [*found.items(), *losses_on(4, tmp_path / "4", groups).items()]:
+        assert losses == pytest.approx(one, rel=1e-6, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_a_compiled_run_trains_the_same(sources: Sources, tmp_path: Path) -> None:
+    # One micro-batch, as each length is compiled.
+    base = sources.settings(total_batch_size=N_PAIRS, batch_size=N_PAIRS)
+    runs = {"eager": base, "compiled": base | {"compile": True}}
+    losses = losses_on(1, tmp_path / "1", runs)
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow
