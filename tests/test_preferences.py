@@ -162,8 +162,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no-list": (
         {"prompt": chat("Q"), "chosen": [1], "rejected": "B"},
-        "chosen: completion[0] is 1",
+        "chosen: [1] is neither a text nor objects",
     ),
+    "text-and-messages": (
+        {"prompt": "Q", "chosen": "A", "rejected": chat("B", start="assistant")},
+        "rejected: is messages, and prompt is text",
+    ),
+    "number": ({"prompt": "Q", "chosen": 1, "rejected": "B"}, "chosen: 1 is neither"),
+    "texts": ({"prompt": "Q", "chosen": "A", "rejected": ["B", "C"]}, 'rejected: ["B", "C"] is'),
     "kto": ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label: "),
 }
 
@@ -175,6 +181,47 @@ def test_what_is_no_pair_is_refused_with_its_line(name: str, tmp_path: Path) -> 
     with pytest.raises(ConfigError) as error:
         JsonlDataset([file], LLAMA, 256, pairs=True)
     assert str(error.value).startswith(f"{file}:2: {start}")
+
+
+JSON = st.sampled_from([None, True, 0, 1.5, "", "x", [], {}, [1], ["x"], [[]], [{}], {"role": 1}])
+
+
+def replace_somewhere(draw: st.DrawFn, value: Any) -> Any:
+    """A copy of a JSON value with one part of it replaced by another value."""
+    if not value or not isinstance(value, dict | list) or draw(st.integers(0, 3)) == 0:
+        return draw(JSON)
+    copy = value.copy()
+    keys = list(range(len(copy)))
+    if isinstance(copy, dict):
+        keys = list(copy)
+    key = draw(st.sampled_from(keys))
+    copy[key] = replace_somewhere(draw, copy[key])
+    return copy
+
+
+@st.composite
+def damaged_records(draw: st.DrawFn) -> dict[str, Any]:
+    record, _ = READ[draw(st.sampled_from(sorted(READ)))]
+    key = draw(st.sampled_from(sorted(record)))
+    return record | {key: replace_somewhere(draw, record[key])}
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+@settings(deadline=None, max_examples=300)
+@given(record=damaged_records())
+def test_a_damaged_pair_is_read_or_refused_by_its_line(
+    has_template: bool, record: dict[str, Any]
+) -> None:
+    tokenizer = BYTES
+    if has_template:
+        tokenizer = LLAMA
+    renderer = RecordRenderer(tokenizer, "text", completion_only=True, pairs=True)
+    problem = "a:1: "
+    try:
+        list(renderer.render_lines([JsonLine("a:1", record, 0)]))
+    except ConfigError as error:
+        problem = str(error)
+    assert problem.startswith("a:1: ")
 
 
 replies = st.text(st.sampled_from("abc"), min_size=1, max_size=9)

@@ -340,6 +340,11 @@ def _read_reply(values: Mapping[str, Any], key: str) -> Any:
     if not reply:
         problem = "is missing or empty, and objective: dpo compares chosen with rejected"
         raise ConfigError(f"{key}: {problem}; add the reply, or remove the line")
+    if isinstance(reply, str):
+        return reply
+    if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
+        shown = json.dumps(reply)[:60]
+        raise ConfigError(f"{key}: {shown} is neither a text nor objects with role and content")
     return reply
 
 
@@ -365,9 +370,7 @@ def _split_dialogs(chosen: Any, rejected: Any) -> list[dict[str, Any]] | None:
     ]
 
 
-def _starts_reply(message: Any) -> bool:
-    if not isinstance(message, dict):
-        return False
+def _starts_reply(message: Mapping[str, Any]) -> bool:
     role = message.get("role", message.get("from"))
     return _ROLES.get(str(role).lower()) in ("assistant", "function_call")
 
@@ -377,6 +380,8 @@ def _check_reply(converted: Mapping[str, Any]) -> None:
     messages = converted.get("completion", converted.get("messages", [])[-1:])
     if isinstance(messages, str):
         return
+    if not isinstance(converted.get("prompt", []), list):
+        raise ConfigError("is messages, and prompt is text; write both in one way")
     if messages[0]["role"] in ("user", "system"):
         remedy = "both replies have to answer the same messages"
         raise ConfigError(f"the dialogs differ first in a message of the user; {remedy}")
