@@ -396,7 +396,10 @@ class Trainer:
             return
         n_replies = len(objective.reference)
         what = f"log-probabilities of {n_replies:,} replies under the initial weights"
-        self.logger.info(f"computing the {what}, of which {objective.n_missing:,} are missing")
+        missing = ""
+        if objective.n_missing < n_replies:
+            missing = f", of which {objective.n_missing:,} are missing in the checkpoint"
+        self.logger.info(f"computing the {what}{missing}")
         micro_steps = self.run.global_batch_size // (self.hp.data.batch_size * self.world.size)
         rate = self.hp.checkpoint.checkpoint_rate * micro_steps
         self.model.train()  # for the kernels of a step
@@ -430,9 +433,10 @@ class Trainer:
     def check_reference(self, batch: Batch, losses: Losses) -> None:
         """Refuse a first step in which the model does not equal its reference."""
         if isinstance(self.objective, DPO):
-            sums = self.world.all_gather(losses.statistics).sum(dim=0)
-            means = (sums / batch.n_terms).tolist()
-            self.logger.info(self.objective.check_start(means, self.run.amp_dtype))
+            sums_of_rank = torch.cat([losses.loss_sum.double()[None], losses.statistics])
+            sums = self.world.all_gather(sums_of_rank).sum(dim=0)
+            loss, *means = (sums / batch.n_terms).tolist()
+            self.logger.info(self.objective.check_start(loss, means, self.run.amp_dtype))
 
     def forward_backward(self, batch: Batch) -> Losses:
         """Accumulate the gradients of all micro-batches. Return the sums of this rank's terms."""

@@ -504,13 +504,14 @@ def test_other_validation_data_are_another_run(sources: Sources, tmp_path: Path)
     assert "different run" in refused.stderr
 
 
-def test_a_wrong_reference_is_refused(sources: Sources, tmp_path: Path) -> None:
-    script = """
+@pytest.mark.parametrize("shift", ["-0.1", "10 * (pairs.replies[0::2] // 2 % 2) - 5"])
+def test_a_wrong_reference_is_refused(shift: str, sources: Sources, tmp_path: Path) -> None:
+    script = f"""
 from lm.objectives.dpo import DPO
 compute = DPO.compute_reference
 def compute_wrongly(self, model, pairs):
     compute(self, model, pairs)
-    self.reference[pairs.replies[0::2]] -= 0.1
+    self.reference[pairs.replies[0::2]] += {shift}
 DPO.compute_reference = compute_wrongly
 """
     refused = run_fsdp(tmp_path, config=sources.settings(), script=script, code=1)

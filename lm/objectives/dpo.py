@@ -78,26 +78,32 @@ class DPO(Objective):
         """Let all ranks know what each has computed."""
         self.reference.copy_(world.minimum(self.reference))
 
-    def check_start(self, means: Sequence[float], compute_dtype: torch.dtype | None) -> str:
-        """Return what the statistics of the first step say of the reference.
+    def check_start(
+        self, loss: float, means: Sequence[float], compute_dtype: torch.dtype | None
+    ) -> str:
+        """Return what the loss and the statistics of the first step say of the reference.
 
         Raises:
             RunError: the model does not equal it, as it has to before the first update.
         """
-        margin = means[self.statistics.index("reward_margin")]
-        limit = 1e-4
+        tolerance = 1e-4
         if compute_dtype is not None:
-            limit = 0.5
-        found = (
-            f"objective: dpo: the mean margin of rewards before the first update is {margin:.1e}"
-        )
-        if not abs(margin) <= limit:
-            cause = "so the model differs from its reference, or computes inf or NaN"
-            raise RunError(f"{found}, not 0: {cause}; use resume=fresh, or amp_dtype: null")
-        loss = math.log(2)
-        if self._config.dpo_loss == "ipo":
-            loss = 1 / (4 * self._config.dpo_beta**2)
-        return f"{found}; if it is 0, the loss is {loss:.6f}"
+            tolerance = 0.5
+        margin = means[self.statistics.index("reward_margin")]
+        found = "objective: dpo: before the first update, the mean margin of rewards is"
+        found += f" {margin:.1e} (0 is expected)"
+        is_equal = abs(margin) <= tolerance
+        if not self._config.sft_weight:  # whose part of the loss is unknown
+            expected = math.log(2)
+            if self._config.dpo_loss == "ipo":
+                expected = 1 / (4 * self._config.dpo_beta**2)
+            found += f", the loss {loss:.6f} ({expected:.6f})"
+            # Also wrong where the margins of pairs cancel out.
+            is_equal &= abs(loss - expected) <= tolerance * expected
+        if not is_equal:
+            cause = "the model differs from its reference, or computes inf or NaN"
+            raise RunError(f"{found}: {cause}; use resume=fresh, or amp_dtype: null")
+        return found
 
     def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         assert isinstance(micro_batch, PairBatch)
