@@ -16,16 +16,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
-from lm.checkpoint.bucket import is_url
 from lm.checkpoint.checkpointer import Checkpointer, SavedState, State
 from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
 from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import locate_checkpoint
+from lm.checkpoint.location import DirectoryLocation, Location, parse_location
 from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -53,10 +52,10 @@ UNLOGGED = keys_that_are("unlogged", FIELDS)
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Checkpoints to load, best first: absolute paths, URLs, UUIDs on a cluster."""
+    """Checkpoints to load, best first."""
 
-    resume_candidates: tuple[str, ...] = ()
-    init_candidates: tuple[str, ...] = ()
+    resume_candidates: tuple[Location, ...] = ()
+    init_candidates: tuple[Location, ...] = ()
     """only their weights are loaded"""
     may_be_complete: bool = False
     fresh: bool = False
@@ -82,7 +81,7 @@ def plan_resume(
         CheckpointError: there are checkpoints, but none is complete.
     """
     fresh = resume != "auto" and not restarted
-    candidates: list[str] = []
+    candidates: list[Location] = []
     if not fresh:
         candidates = store.resume_candidates()
     if not candidates and resume not in ("auto", "fresh"):
@@ -96,11 +95,13 @@ def plan_resume(
     return ResumePlan(init_candidates=(init_candidate,), fresh=fresh)
 
 
-def _locate(key: str, where: str, store: CheckpointStore) -> str:
+def _locate(key: str, where: str, store: CheckpointStore) -> Location:
     """Return the location of the checkpoint that the hyperparameter `key` names."""
     if store.is_name(where):
-        return where
-    if key == "resume" and not is_url(where) and not Path(where).exists():
+        return store.locate(where)
+    named = parse_location(where)
+    is_path = isinstance(named, DirectoryLocation)
+    if key == "resume" and is_path and not named.path.exists():
         choices = "auto (its newest), fresh (step 0), or the directory or URL of a checkpoint"
         raise ConfigError(f"resume: {where}: no such file or directory; use {choices}")
     with error_prefix(key):
@@ -139,16 +140,15 @@ def is_complete(
     if manifest is None:
         return False
     newest = plan.resume_candidates[0]
-    if not is_url(newest):  # of which sizes were compared: to download all files would take long
+    # Of a URL, sizes were compared: to download all files would take long.
+    if isinstance(newest, DirectoryLocation):
         try:
             with world.all_or_none():
-                verify(Path(newest), manifest, world.rank, world.size)
+                verify(newest.path, manifest, world.rank, world.size)
         except CheckpointError:
             return False
     if world.rank == 0:
-        run, _, _ = newest.rpartition("/checkpoints/")
-        if not is_url(run):
-            run = os.path.relpath(run)
+        run = str(store).removesuffix("/checkpoints")
         print("\n".join(describe_complete_run(run, manifest, run_info)))
     return True
 
@@ -262,7 +262,7 @@ def load_checkpoint(
 
 
 def _resume_from(
-    location: str,
+    location: Location,
     saved: SavedState,
     checkpointer: Checkpointer,
     state: State,
@@ -285,7 +285,7 @@ def _resume_from(
         del parts["spikes"]
     saved.read_into(parts)
     checkpointer.add_saved(location, manifest)
-    log(f"resumed from checkpoint {Path(location).name}, step {manifest.step}")
+    log(f"resumed from checkpoint {location.name}, step {manifest.step}")
     if jump is not None:
         log(jump)
     if starts_window:
@@ -359,7 +359,7 @@ class _Schedule(OptimConfig, frozen=True, extra="ignore", allow_inf_nan=False):
     max_steps: int | None = Field(None, ge=0, lt=2**63)
 
 
-def compare_learning_rates(location: str, saved: Manifest, run_info: RunInfo) -> str | None:
+def compare_learning_rates(location: Location, saved: Manifest, run_info: RunInfo) -> str | None:
     """Return a line if the next step's learning rate is not what the saved run would have.
 
     Raises:

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from lm.checkpoint import remote
 from lm.checkpoint.contents import verify
+from lm.checkpoint.location import DirectoryLocation, UrlLocation
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
@@ -107,9 +107,12 @@ def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
     where = place(folder, storage)
     for entry in where.list_saved()[0]:
         with tempfile.TemporaryDirectory() as copy:
-            path = Path(where.locate(entry.name))
-            if storage:
-                path = remote.download(where.locate(entry.name), Path(copy) / entry.name)
+            location = where.locate(entry.name)
+            if isinstance(location, DirectoryLocation):
+                path = location.path
+            else:
+                assert isinstance(location, UrlLocation)
+                path = location.download(Path(copy) / entry.name)
             manifest = read_manifest(path)
             verify(path, manifest)
             found[manifest.step] = manifest

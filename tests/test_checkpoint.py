@@ -22,6 +22,7 @@ from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.locate import locate_checkpoint
+from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
@@ -422,7 +423,9 @@ def test_load_lists_every_tensor_that_differs(tmp_path: Path) -> None:
             name = save_toy(checkpointer, world, 1)
             for tensors, expected in ((other, of_other), (fewer, ["model.head.norm.weight"])):
                 with pytest.raises(ConfigError) as refused:
-                    load_state(checkpointer, str(tmp_path / name), {"model": tensors})
+                    load_state(
+                        checkpointer, DirectoryLocation(str(tmp_path / name)), {"model": tensors}
+                    )
                 differ = [re.split("[ :]", line)[0] for line in refused.value.problems[1:]]
                 assert differ == expected
                 assert all(bool((tensor == -1).all()) for tensor in tensors.values())

@@ -17,6 +17,7 @@ import torch
 
 from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.locate import find_checkpoint
+from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -172,7 +173,7 @@ def test_expired_compares_losses_of_the_same_data_only() -> None:
 def test_resume_compares_tokenizers_by_content(victim: Path) -> None:
     same = {"tokenizer": "9 tokens, sha256 0", "validation_loss": 1.0}
     forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, **same)
-    plan = ResumePlan((str(victim),), may_be_complete=True)
+    plan = ResumePlan((DirectoryLocation(str(victim)),), may_be_complete=True)
     now = RUN_INFO.model_copy(update={"hyperparameters": {"tokenizer": "b/tokenizer.json"}})
     same_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 0"})
     other_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 1"})

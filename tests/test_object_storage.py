@@ -32,10 +32,11 @@ from torch.distributed.fsdp import fully_shard
 
 from lm import config
 from lm.checkpoint import __main__ as command
-from lm.checkpoint import bucket, remote
+from lm.checkpoint import bucket
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import find_checkpoint
+from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
@@ -169,7 +170,7 @@ def machine(
         os.umask(mask)
 
 
-def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int, bool]:
+def load(checkpointer: Checkpointer, world: World, checkpoint: Location) -> tuple[int, bool]:
     """The step of the checkpoint at a path or URL, and whether its model is that step's."""
     model = toy_model(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
@@ -211,8 +212,8 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
         again = load(checkpointer, world, place.locate(uuids[2]))
     errors = [str(refused.value)]
     if world.rank == 1:  # damage its download of the file that rank 0 verifies on a shared disk
-        download = remote.download
-        remote.download = lambda url, directory: flip_last_bit(download(url, directory))
+        download = UrlLocation.download
+        UrlLocation.download = lambda self, directory: flip_last_bit(download(self, directory))
     (root / "shared").mkdir(exist_ok=True)
     with (
         open_checkpointer(world, root / "shared") as on_disk,
@@ -306,7 +307,7 @@ def test_plan_resume_accepts_a_url(two_machines: TwoMachines, key: str) -> None:
     url = f"{two_machines.url}/checkpoints/{two_machines.uuids[2]}"
     config = CheckpointConfig.model_validate({key: url})
     plan = plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted=False)
-    assert (plan.resume_candidates or plan.init_candidates) == (url,)
+    assert (plan.resume_candidates or plan.init_candidates) == (UrlLocation(url),)
 
 
 def test_storage_moves_a_run_to_an_empty_machine(
@@ -354,7 +355,7 @@ def test_storage_moves_a_run_to_an_empty_machine(
                 for path in place.bucket.sizes()
                 if path.startswith("before-")
             }
-            moved = f"{place.url}/{aside}/checkpoints/{newest[0]}"
+            moved = UrlLocation(f"{place.url}/{aside}/checkpoints/{newest[0]}")
             assert load(checkpointer, world, moved) == (3, True)
 
     uuid = in_world(first)
@@ -609,7 +610,7 @@ def test_storage_failure_during_a_save_stalls_no_training(
     assert read_exact_metrics(tmp_path / "s3") == read_exact_metrics(tmp_path / "disk")
     assert all(outage.is_over for outage in outages), "training waited"
     (last, *_) = reversed(BucketCheckpoints(f"{s3}/test").list_saved()[0])
-    there = remote.read_manifest(f"{s3}/test/checkpoints/{last.name}")
+    there = UrlLocation(f"{s3}/test/checkpoints/{last.name}").read_manifest()
     assert there.files == read_manifest(checkpoints_by_step(tmp_path / "disk")[40]).files
 
 
@@ -726,7 +727,7 @@ def test_init_from_skips_a_checkpoint_deleted_meanwhile(
             older, newer = (place.locate(save_toy(checkpointer, world, step)) for step in (1, 2))
             for gone in ("/model-", "/manifest.json"):
                 proxy.fault = lambda method, path, gone=gone: (
-                    (404, "NoSuchKey") if method == "GET" and newer[-36:] + gone in path else None
+                    (404, "NoSuchKey") if method == "GET" and newer.name + gone in path else None
                 )
                 model, log = toy_model(-1), list[str]()
                 plan = ResumePlan(init_candidates=(newer, older))

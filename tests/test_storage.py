@@ -18,6 +18,7 @@ from determined.common import storage
 from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.location import ClusterLocation
 from lm.checkpoint.manifest import CheckpointError
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
@@ -124,9 +125,9 @@ def save_and_load(
     left_by_save = files_in(local)
     model = toy_model(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
-    manifest = load_state(checkpointer, uuids[3], {"model": model.state_dict()})
+    manifest = load_state(checkpointer, ClusterLocation(uuids[3]), {"model": model.state_dict()})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    plan = ResumePlan((uuids[3],))
+    plan = ResumePlan((ClusterLocation(uuids[3]),))
     return {
         "uuids": uuids,
         "date": world.on_rank0(start_date, plan, checkpointer.store),
@@ -169,7 +170,7 @@ def damage_each_download(
             model = toy_model(-1)
             fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
             with pytest.raises(CheckpointError) as refused:
-                load_state(checkpointer, uuid, {"model": model.state_dict()})
+                load_state(checkpointer, ClusterLocation(uuid), {"model": model.state_dict()})
             errors.append((victim, name, str(refused.value)))
     return errors
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from lm.checkpoint import checkpointer as checkpointer_module
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -92,7 +93,7 @@ def opened(kind: str, place: Path, world: World, keep: int | None = 2) -> Iterat
         store.close(world)
 
 
-def loaded(checkpointer: Checkpointer, location: str) -> nn.Module:
+def loaded(checkpointer: Checkpointer, location: Location) -> nn.Module:
     """The model of a checkpoint."""
     model = toy_model(-1)
     load_state(checkpointer, location, {"model": model.state_dict()})
@@ -254,7 +255,7 @@ def test_store_resumes_the_one_before_a_damaged_one(
             if line.startswith("skipping")
         ]
         assert len(skipped) == 1
-        assert store.locate(second) in skipped[0]
+        assert str(store.locate(second)) in skipped[0]
         assert f"resumed from checkpoint {first}, step 10" in log
 
     in_world(resume_earlier)

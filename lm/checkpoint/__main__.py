@@ -14,11 +14,10 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from lm.checkpoint.bucket import is_url
 from lm.checkpoint.layout import find_tensors, require_sizes_of_model
-from lm.checkpoint.locate import find_checkpoint, locate_checkpoint, store_at
+from lm.checkpoint.locate import locate_checkpoint, store_at
+from lm.checkpoint.location import DirectoryLocation, Location
 from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.data.hub_cache import find_directory
@@ -54,13 +53,13 @@ def list_run(run: str) -> tuple[list[str], bool]:
         location = store.locate(entry.name)
         try:
             manifest = store.read_manifest(location)
-            require_sizes_of_model(location, manifest)
-            if not is_url(run):
-                find_tensors(Path(location), manifest)
+            require_sizes_of_model(str(location), manifest)
+            if isinstance(location, DirectoryLocation):
+                find_tensors(location.path, manifest)
             lines[entry] = describe(entry.name, manifest, "all files present")
         except CheckpointError as error:
             errors[location] = error
-    saving: list[str] = []
+    saving: list[Location] = []
     if store.is_in_use():
         saving = [where for where, error in errors.items() if isinstance(error, NoManifestError)]
     best = find_best(list(lines))
@@ -68,10 +67,10 @@ def list_run(run: str) -> tuple[list[str], bool]:
         lines[best] += "  best"
     found = list(lines.values())
     for where in saving:
-        found.append(f"{Path(where).name}  is being saved, or was when a kill ended the run before")
+        found.append(f"{where.name}  is being saved, or was when a kill ended the run before")
         del errors[where]
     for where, error in errors.items():
-        found.append(f"{Path(where).name}  not complete: {error}")
+        found.append(f"{where.name}  not complete: {error}")
     return found, not errors
 
 
@@ -91,12 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
 
         location = locate_checkpoint(args.path)
-        path = find_checkpoint(location)
+        path = location.fetch()
         manifest = read_manifest(path)
         try:
             verify(path, manifest)
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(path), location)) from None
+            raise CheckpointError(str(error).replace(str(path), str(location))) from None
         print(describe(path.name, manifest, "complete"))
         return 0
     lines, all_complete = list_run(args.path)

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
-from lm.checkpoint.bucket import is_url
 from lm.checkpoint.config import CheckpointConfig
 from lm.checkpoint.contents import describe_state, match_tensors, read_tensors, verify_files
 from lm.checkpoint.layout import find_tensors
+from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import (
     DRAFT,
     FORMAT,
@@ -252,7 +252,7 @@ class Checkpointer:
             raise type(error)(f"{error}; {kept}", rank_local=error.rank_local) from None
         self._newest = new.name
         if is_rank0:
-            self.store.add(new.name, manifest)
+            self.store.add(self.store.locate(new.name), manifest)
             self.store.prune(self._config.keep_checkpoints, self._damaged)
         return new.name
 
@@ -339,15 +339,13 @@ class Checkpointer:
     # In
 
     @contextmanager
-    def open(self, location: str) -> Iterator[SavedState]:
+    def open(self, location: Location) -> Iterator[SavedState]:
         """Yield the checkpoint at `location` on all ranks together, to compare and then read it.
-
-        Args:
-            location: see `lm.checkpoint.store`.
 
         Raises:
             CheckpointError: the checkpoint is damaged, as was found now or in the block.
         """
+        is_downloaded = isinstance(location, UrlLocation)
         with self.store.open(location, self.world) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
             if any(seen) and not all(seen):
@@ -357,13 +355,13 @@ class Checkpointer:
             try:
                 with self.world.all_or_none():
                     manifest = read_manifest(path)
-                yield self._saved_state(path, manifest, is_downloaded=is_url(location))
+                yield self._saved_state(path, manifest, is_downloaded=is_downloaded)
             except CheckpointError as error:
                 self._damaged.add(path.name)
-                if not is_url(location):
+                if not is_downloaded:
                     raise
                 copy = rf"\S*/{re.escape(path.name)}"  # on any machine
-                problems = [re.sub(copy, location, problem) for problem in error.problems]
+                problems = [re.sub(copy, str(location), problem) for problem in error.problems]
                 raise CheckpointError(*problems) from None
 
     def _saved_state(self, path: Path, manifest: Manifest, *, is_downloaded: bool) -> SavedState:
@@ -376,9 +374,9 @@ class Checkpointer:
             n_shares = launch.local_size
         return SavedState(path, manifest, self.world, share, n_shares)
 
-    def add_saved(self, location: str, manifest: Manifest) -> None:
+    def add_saved(self, location: Location, manifest: Manifest) -> None:
         """Count the complete checkpoint that this run resumed from."""
-        self._newest = Path(location).name
+        self._newest = location.name
         self.store.add(location, manifest)
 
 

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.checkpoint import remote
 from lm.checkpoint.bucket import Bucket
+from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.checkpoint.store import (
@@ -81,8 +81,8 @@ class BucketCheckpoints(CheckpointStore):
     def __str__(self) -> str:
         return f"{self.url}/checkpoints"
 
-    def locate(self, name: str) -> str:
-        return f"{self.url}/checkpoints/{name}"
+    def locate(self, name: str) -> UrlLocation:
+        return UrlLocation(f"{self.url}/checkpoints/{name}")
 
     def files(self) -> dict[str, dict[str, int]]:
         """Return the sizes of the files of each checkpoint, complete or not."""
@@ -93,13 +93,13 @@ class BucketCheckpoints(CheckpointStore):
                 found.setdefault(name, {})[file] = size
         return found
 
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         saved: list[SavedCheckpoint] = []
-        incomplete: dict[str, CheckpointError] = {}
+        incomplete: dict[Location, CheckpointError] = {}
         for name, sizes in sorted(self.files().items()):
             try:
                 read = partial(self._read_manifest, name)
-                manifest = remote.parse_checked(self.locate(name), sizes, read)
+                manifest = self.locate(name).parse_checked(sizes, read)
                 saved.append(saved_checkpoint(name, manifest))
             except CheckpointError as error:
                 incomplete[self.locate(name)] = error
@@ -188,7 +188,7 @@ class BucketCheckpoints(CheckpointStore):
         assert self._run_dir is not None
         self._lease.require()
         if self._first_checkpoint() is None or not self.was_committed():
-            write_first_checkpoint(self._run_dir, self.locate(name))
+            write_first_checkpoint(self._run_dir, str(self.locate(name)))
         self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
         self.bucket.write(f"checkpoints/{COMMITTED}", b"\n")

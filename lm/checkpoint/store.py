@@ -1,7 +1,4 @@
-"""Where the checkpoints of a run are: on a disk, in object storage, or in a cluster's storage.
-
-A location names a checkpoint: an absolute path, a URL, or on a cluster a UUID.
-"""
+"""Where the checkpoints of a run are: on a disk, in object storage, or in a cluster's storage."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.checkpoint import remote
 from lm.checkpoint.bucket import is_url
+from lm.checkpoint.location import ClusterLocation, DirectoryLocation, Location, PlainLocation
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
@@ -70,7 +67,7 @@ class CheckpointStore(ABC):
     # Resume
 
     @abstractmethod
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         """Return the complete checkpoints, oldest first, and the errors of others by location.
 
         Files are checked by size only; `verify` compares checksums.
@@ -85,14 +82,14 @@ class CheckpointStore(ABC):
         return False
 
     @abstractmethod
-    def locate(self, name: str) -> str:
+    def locate(self, name: str) -> Location:
         """Return the location of the checkpoint `name`."""
 
     def is_name(self, where: str) -> bool:  # noqa: ARG002
         """Return whether `where`, which a user has passed, is a checkpoint's name in this store."""
         return False
 
-    def resume_candidates(self) -> list[str]:
+    def resume_candidates(self) -> list[Location]:
         """Return the locations of the complete checkpoints, last written first.
 
         Prints to stderr what is skipped.
@@ -114,20 +111,15 @@ class CheckpointStore(ABC):
             print(f"{self}: no checkpoint was ever completed", file=sys.stderr)
         return [self.locate(entry.name) for entry in reversed(saved)]
 
-    def read_manifest(self, location: str) -> Manifest:
+    def read_manifest(self, location: Location) -> Manifest:
         """Return the manifest of the checkpoint at `location`; not all of its files are checked."""
-        if is_url(location):
-            return remote.read_manifest(location)
-        return read_manifest(Path(location), check_files=False)
+        assert isinstance(location, PlainLocation)
+        return location.read_manifest()
 
-    @contextmanager
-    def open(self, location: str, world: World) -> Iterator[Path]:
-        """Yield a directory with the checkpoint at `location`, on all ranks together."""
-        if is_url(location):
-            with remote.downloaded(location, world, self.transfers) as path:
-                yield path
-        else:
-            yield Path(location)
+    def open(self, location: Location, world: World) -> AbstractContextManager[Path]:
+        """Return a directory with the checkpoint at `location`, on all ranks together."""
+        assert isinstance(location, PlainLocation)
+        return location.open(world, self.transfers)
 
     # Save
 
@@ -155,7 +147,7 @@ class CheckpointStore(ABC):
             metadata: what Determined shows of the checkpoint.
         """
 
-    def add(self, location: str, manifest: Manifest) -> None:  # noqa: B027
+    def add(self, location: Location, manifest: Manifest) -> None:  # noqa: B027
         """Count the complete checkpoint at `location`, which this run has saved or resumed from."""
 
     @abstractmethod
@@ -196,14 +188,14 @@ class LocalCheckpoints(CheckpointStore):
     def __str__(self) -> str:
         return str(self.path)
 
-    def locate(self, name: str) -> str:
-        return str((self.path / name).absolute())
+    def locate(self, name: str) -> Location:
+        return DirectoryLocation(str((self.path / name).absolute()))
 
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         if self.path.is_symlink():
             raise CheckpointError(f"{self.path}: is a symbolic link, which is not followed")
         saved: list[SavedCheckpoint] = []
-        incomplete: dict[str, CheckpointError] = {}
+        incomplete: dict[Location, CheckpointError] = {}
         if not self.path.is_dir():
             return saved, incomplete
         for path in sorted(self.path.iterdir()):
@@ -211,7 +203,7 @@ class LocalCheckpoints(CheckpointStore):
                 try:
                     saved.append(saved_checkpoint(path.name, read_manifest(path)))
                 except CheckpointError as error:
-                    incomplete[str(path)] = error
+                    incomplete[self.locate(path.name)] = error
         return sorted(saved), incomplete
 
     def is_in_use(self) -> bool:
@@ -285,40 +277,36 @@ class ClusterCheckpoints(CheckpointStore):
         self._latest = latest
         self._saved: list[SavedCheckpoint] = []
 
-    def locate(self, name: str) -> str:
-        return name
+    def locate(self, name: str) -> Location:
+        return ClusterLocation(name)
 
     def is_name(self, where: str) -> bool:
         return "/" not in where
 
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         return sorted(self._saved), {}
 
     def was_committed(self) -> bool:
         return bool(self._saved)
 
-    def resume_candidates(self) -> list[str]:
-        return [self._latest] if self._latest else []
+    def resume_candidates(self) -> list[Location]:
+        return [ClusterLocation(self._latest)] if self._latest else []
 
-    def read_manifest(self, location: str) -> Manifest:
-        if not self.is_name(location):
+    def read_manifest(self, location: Location) -> Manifest:
+        if not isinstance(location, ClusterLocation):
             return super().read_manifest(location)
         from determined.core import DownloadMode
 
         mode = DownloadMode.NoSharedDownload
         with self._context.restore_path(
-            location, mode, selector=lambda name: name == MANIFEST
+            location.name, mode, selector=lambda name: name == MANIFEST
         ) as path:
             return read_manifest(path, check_files=False)
 
-    @contextmanager
-    def open(self, location: str, world: World) -> Iterator[Path]:
-        if self.is_name(location):
-            opening = self._context.restore_path(location)
-        else:
-            opening = super().open(location, world)
-        with opening as path:
-            yield path
+    def open(self, location: Location, world: World) -> AbstractContextManager[Path]:
+        if isinstance(location, ClusterLocation):
+            return self._context.restore_path(location.name)
+        return super().open(location, world)
 
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002
@@ -336,9 +324,9 @@ class ClusterCheckpoints(CheckpointStore):
                 directory, dict(metadata), shard=True, selector=lambda _: True
             )
 
-    def add(self, location: str, manifest: Manifest) -> None:
-        if self.is_name(location):
-            self._saved.append(saved_checkpoint(location, manifest))
+    def add(self, location: Location, manifest: Manifest) -> None:
+        if isinstance(location, ClusterLocation):
+            self._saved.append(saved_checkpoint(location.name, manifest))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         for entry in expired(self._saved, keep, damaged):

@@ -17,6 +17,7 @@ from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.headers import read_headers
 from lm.checkpoint.layout import lora_config, model_of
 from lm.checkpoint.locate import find_checkpoint, locate_checkpoint
+from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import (
     MANIFEST,
     Base,
@@ -117,10 +118,10 @@ def fingerprint_weights(source: str) -> str:
         files |= compute_checksums(weights.find_source(source))
     else:
         with error_prefix("init_from"):
-            source = locate_checkpoint(source)
-        if is_url(source):
-            return source
-        files |= _weight_records(read_manifest(Path(source)))
+            location = locate_checkpoint(source)
+        if not isinstance(location, DirectoryLocation):
+            return str(location)
+        files |= _weight_records(read_manifest(location.path))
     records = {name: entry.model_dump() for name, entry in files.items()}
     text = json.dumps(records, sort_keys=True)
     return f"{len(files)} files, sha256 of their checksums {sha256(text.encode()).hexdigest()}"

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import describe_state
+from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -105,7 +106,7 @@ def open_checkpointer(world: World, folder: Path, **settings: Any) -> Iterator[C
         yield Checkpointer(config, LocalCheckpoints(folder, context.checkpoint), world, {})
 
 
-def load_state(checkpointer: Checkpointer, location: str, state: State) -> Manifest:
+def load_state(checkpointer: Checkpointer, location: Location, state: State) -> Manifest:
     """Load the checkpoint at `location` into `state`; return its manifest."""
     with checkpointer.open(location) as saved:
         saved.read_into(state)
