@@ -71,7 +71,7 @@ board: $(RUN) ## Serve TensorBoard over runs/ on 127.0.0.1. PORT=6006
 	@PYTHONWARNINGS=ignore::FutureWarning $(BIN)/tensorboard --logdir runs --host 127.0.0.1 --port $(PORT)
 
 docs: $(RUN) ## Write docs/hyperparameters.md, the JSON Schema and docs/rooms.svg.
-	@$(BIN)/python -m lm.config --write
+	@$(BIN)/python -m docs.hyperparameters
 	@$(BIN)/python -m docs.rooms
 
 clean: ## Delete .venv.

@@ -2,11 +2,10 @@
 
     python -m lm.config [KEY ...] [--presets]
 
-Lists all hyperparameters, describes each KEY, or lists the presets. `--write` writes
-docs/hyperparameters.md and its JSON Schema for editors.
+Lists all hyperparameters, describes each KEY, or lists the presets.
 
 Reading order: `Hyperparameters`, then `read_hyperparameters`, whose steps follow in its order; then
-how errors of pydantic become sentences, the pages, and the command.
+how errors of pydantic become sentences, the tables, and the command.
 """
 
 from __future__ import annotations
@@ -243,7 +242,8 @@ def _json_schema() -> dict[str, Any]:
     return {"properties": properties, "$defs": definitions}
 
 
-_SCHEMA = _json_schema()
+SCHEMA = _json_schema()
+"""Of all keys."""
 
 
 # ---- reading
@@ -885,7 +885,7 @@ def _add_error_of_value(draft: _Draft, problem: ErrorDetails) -> None:
     key, *inner = map(str, problem["loc"])
     path = (key,)
     value = draft.values[key]
-    schema = _SCHEMA["properties"][key]
+    schema = SCHEMA["properties"][key]
     siblings: Mapping[str, Any] = {}
     for name in inner:
         if isinstance(value, list) and name.isdigit() and _is_mapping_at(value, int(name)):
@@ -932,7 +932,7 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         reference = option.get("$ref", option.get("items", {}).get("$ref"))
         if reference is not None:
             name = reference.rpartition("/")[2]
-            return _SCHEMA["$defs"][name]["properties"]
+            return SCHEMA["$defs"][name]["properties"]
         if "additionalProperties" in option:
             return {"*": option["additionalProperties"]}
     return {}
@@ -997,10 +997,10 @@ def _accepted(schema: Mapping[str, Any]) -> str:
     return described
 
 
-# ---- the pages
+# ---- the tables
 
 
-class _KeyRow(NamedTuple):
+class KeyRow(NamedTuple):
     """A row of the table of keys."""
 
     key: str
@@ -1009,7 +1009,7 @@ class _KeyRow(NamedTuple):
     meaning: str
 
 
-class _PresetRow(NamedTuple):
+class PresetRow(NamedTuple):
     """A row of the table of presets."""
 
     name: str
@@ -1017,72 +1017,34 @@ class _PresetRow(NamedTuple):
     keys: str
 
 
-def _key_rows(part: type[Config]) -> Iterator[_KeyRow]:
+def key_rows(part: type[Config]) -> Iterator[KeyRow]:
     """Yield a row for each key of `part`, and for each inside of a mapping."""
     for key, info in part.model_fields.items():
-        schema = _SCHEMA["properties"][key]
+        schema = SCHEMA["properties"][key]
         default = json.dumps(info.default)
-        yield _KeyRow(key, default, _accepted(schema), schema["description"])
+        yield KeyRow(key, default, _accepted(schema), schema["description"])
         for name, inner in _nested(schema).items():
             if name != "*":
                 default = "required"
                 if "default" in inner:
                     default = json.dumps(inner["default"])
-                yield _KeyRow(f"{key}.{name}", default, _accepted(inner), inner["description"])
+                yield KeyRow(f"{key}.{name}", default, _accepted(inner), inner["description"])
 
 
-def _preset_rows() -> Iterator[_PresetRow]:
+def preset_rows() -> Iterator[PresetRow]:
+    """Yield a row for each preset."""
     for name, preset in PRESETS.items():
         size = "any"
         if "d_model" in preset:
             n_parameters = ModelConfig.model_validate({"model": name}).n_parameters
             size = f"{n_parameters / 1e6:,.0f}M"
         keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in preset.items())
-        yield _PresetRow(name, size, keys)
+        yield PresetRow(name, size, keys)
 
 
-def _summary(part: type[Config]) -> str:
+def summary(part: type[Config]) -> str:
+    """Return what `part` is about."""
     return (part.__doc__ or "").partition("\n")[0]
-
-
-def markdown_page() -> str:
-    """Return docs/hyperparameters.md: the keys of every part, and the presets."""
-    lines = [
-        "# Hyperparameters",
-        "",
-        "All keys of `hyperparameters:` in an experiment file and of `key=value` arguments.",
-        "`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for"
-        " editors.",
-    ]
-    for name, part in PARTS.items():
-        lines += ["", f"## {name.capitalize()}", "", _summary(part), ""]
-        lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
-        for row in _key_rows(part):
-            lines.append(f"| `{row.key}` | `{row.default}` | {row.accepted} | {row.meaning} |")
-    lines += ["", "## Presets", ""]
-    lines += ["Values of `model`. A key that is set in the file overrides the preset's.", ""]
-    lines += ["| model | parameters | keys |", "|---|---|---|"]
-    lines += [f"| `{row.name}` | {row.size} | {row.keys} |" for row in _preset_rows()]
-    return "\n".join(lines) + "\n"
-
-
-def editor_schema() -> str:
-    """Return docs/hyperparameters.schema.json, for editors.
-
-    A key accepts a value or a search range; Determined's own sections are free.
-    """
-    types = ["const", "int", "double", "log", "categorical"]
-    search = {"type": "object", "required": ["type"], "properties": {"type": {"enum": types}}}
-    reference = {"$ref": "#/$defs/Search"}
-    keys = {key: {"anyOf": [value, reference]} for key, value in _SCHEMA["properties"].items()}
-    section = {"type": "object", "additionalProperties": False, "properties": keys}
-    experiment = {
-        "type": "object",
-        "$defs": _SCHEMA["$defs"] | {"Search": search},
-        "required": ["hyperparameters"],
-        "properties": {"hyperparameters": section},
-    }
-    return json.dumps(experiment, indent=1) + "\n"
 
 
 # ---- the command
@@ -1107,8 +1069,8 @@ def list_keys() -> str:
     """by the number of the row that follows"""
     rows: list[tuple[str, str, str]] = []
     for part in PARTS.values():
-        headings[len(rows)] = _summary(part)
-        keys = [row for row in _key_rows(part) if "." not in row.key]  # not in a mapping
+        headings[len(rows)] = summary(part)
+        keys = [row for row in key_rows(part) if "." not in row.key]  # not in a mapping
         rows += [(row.key, row.default, row.meaning) for row in keys]
     lines: list[str] = []
     for number, line in enumerate(_align(rows)):
@@ -1127,7 +1089,7 @@ def describe_keys(keys: Collection[str]) -> str:
         raise ConfigError(*(f"{key}: {problem}{_nearest(key, known)}" for key in unknown))
     rows: list[tuple[str, str, str]] = []
     for part in PARTS.values():
-        chosen = [row for row in _key_rows(part) if row.key.partition(".")[0] in keys]
+        chosen = [row for row in key_rows(part) if row.key.partition(".")[0] in keys]
         rows += [(row.key, row.default, f"{row.meaning} ({row.accepted})") for row in chosen]
     return "\n".join(_align(rows))
 
@@ -1142,16 +1104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "keys", nargs="*", metavar="KEY", help="hyperparameters to describe (default: list all)"
     )
     parser.add_argument("--presets", action="store_true", help="list the presets of `model`")
-    parser.add_argument(
-        "--write", action="store_true", help="write docs/hyperparameters.md and the JSON Schema"
-    )
     args = parser.parse_args(arguments)
-    if args.write:
-        (REPOSITORY / "docs" / "hyperparameters.md").write_text(markdown_page())
-        (REPOSITORY / "docs" / "hyperparameters.schema.json").write_text(editor_schema())
-        return 0
     if args.presets:
-        print("\n".join(_align(list(_preset_rows()))))
+        print("\n".join(_align(list(preset_rows()))))
     elif args.keys:
         print(describe_keys(args.keys))
     else:

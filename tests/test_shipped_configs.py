@@ -14,6 +14,7 @@ import pytest
 import yaml
 from determined.common import context
 
+from docs.hyperparameters import editor_schema, markdown_page
 from lm import config
 from lm.data.tokenizer import TOKENIZER_JSON
 from tests.support import REPOSITORY
@@ -246,8 +247,8 @@ def test_config_yaml_equals_the_original_example() -> None:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("hyperparameters.md", config.markdown_page),
-        ("hyperparameters.schema.json", config.editor_schema),
+        ("hyperparameters.md", markdown_page),
+        ("hyperparameters.schema.json", editor_schema),
     ],
 )
 def test_generated_pages_match_the_code(file: str, text: Callable[[], str]) -> None:
