@@ -282,15 +282,16 @@ def _format_table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) ->
     labels: dict[str, None] = {}  # an ordered set
     for column in columns:
         labels |= dict.fromkeys(column)
-    rows = [_format_row("", names), _format_row("---", ["---"] * len(names))]
+    rows = [format_row(["", *names]), format_row(["---"] * (1 + len(names)))]
     for label in labels:
         cells = [column.get(label, "") for column in columns]
-        rows.append(_format_row(label, cells))
+        rows.append(format_row([label, *cells]))
     return rows
 
 
-def _format_row(label: str, cells: Sequence[str]) -> str:
-    escaped = [escape_control(cell).replace("|", "\\|") for cell in (label, *cells)]
+def format_row(cells: Sequence[str]) -> str:
+    """Return a row of a table in Markdown."""
+    escaped = [escape_control(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
     return f"| {' | '.join(escaped)} |"
 
 

@@ -38,7 +38,7 @@ def make_run(name: str, **hyperparameters: object) -> Path:
         "ranks": 8,
         "gpus": 8,
         "device": "H100",
-        "host": "a|b",
+        "host": "a|\nb",
         "versions": "PyTorch 3",
     }
     sessions = [{"time": 1000.0, "last_write": None}, {"time": 2000.0, "last_write": 1100.0}]
@@ -126,7 +126,7 @@ def test_report_command_writes_a_report_again(capsys: pytest.CaptureFixture[str]
     run = make_run("a")
     assert report.main([str(run)]) == 0
     text = (run / "report.md").read_text()
-    assert r"| hardware | 8 x H100, a\|b |" in text
+    assert r"| hardware | 8 x H100, a\| b |" in text
     assert "| command | `fsdp.py lr=1` |" in text
     assert "Sample of a after step 20:\n\n    to be or\n    not\\x1b[2J\n" in text
     assert capsys.readouterr().out.endswith("runs/a/report.md and report.png\n")

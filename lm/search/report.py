@@ -15,9 +15,8 @@ from typing import Any
 from lm.errors import escape_control
 from lm.launch.console import format_elapsed
 from lm.launch.requirements import requires
+from lm.report import PICTURE, REPORT, format_row
 
-REPORT = "report.md"
-PICTURE = "report.png"
 _MAX_STATUS = 48
 """Characters of a trial's state in a terminal, which shows all columns."""
 
@@ -184,8 +183,8 @@ def write_report(
     if picture.exists():
         lines += [f"![learning curves and parallel coordinates]({PICTURE})", ""]
     keys = list(best.point)
-    lines.append(_format_row(["trial", *keys, metric, "step", "state"]))
-    lines.append(_format_row(["---"] * (len(keys) + 4)))
+    lines.append(format_row(["trial", *keys, metric, "step", "state"]))
+    lines.append(format_row(["---"] * (len(keys) + 4)))
     for row in ranked:
         value = ""
         if row.values:
@@ -194,14 +193,9 @@ def write_report(
         state = row.state
         if row.note:
             state = f"{state}: {row.note}"
-        lines.append(_format_row([row.name, *values, value, str(row.last_step), state]))
+        lines.append(format_row([row.name, *values, value, str(row.last_step), state]))
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{text}{note}"
-
-
-def _format_row(cells: Sequence[str]) -> str:
-    escaped = [escape_control(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
-    return f"| {' | '.join(escaped)} |"
 
 
 @dataclass(frozen=True)
