@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,18 +19,26 @@ def to_local(tensor: Tensor) -> Tensor:
     return getattr(local, "_tensor", local)
 
 
-def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of `tensor`, and which row of the full tensor is the first."""
+class Rows(NamedTuple):
+    """Consecutive rows of a tensor in memory; a scalar is one row."""
+
+    values: Tensor
+    start: int
+    """row of the full tensor that is the first one here"""
+
+
+def local_rows(tensor: Tensor) -> Rows:
+    """Return this rank's rows of `tensor`, in the same memory."""
     local = to_local(tensor)
     if not isinstance(tensor, DTensor):
-        return local, 0
+        return Rows(local, 0)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
             n_shards = tensor.device_mesh.size(mesh_dim)
-            return local, rows_of_shard(len(tensor), n_shards, coordinate[mesh_dim]).start
-    return local, 0
+            return Rows(local, rows_of_shard(len(tensor), n_shards, coordinate[mesh_dim]).start)
+    return Rows(local, 0)
 
 
 def rows_of_shard(n_rows: int, n_shards: int, shard: int) -> range:

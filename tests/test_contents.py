@@ -18,10 +18,11 @@ from lm.checkpoint.__main__ import main
 from lm.checkpoint.contents import load_weights
 from lm.checkpoint.layout import MAX_ENTRY_BYTES, most_bytes
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, record
-from lm.checkpoint.tensor_files import Rows, write_tensors
+from lm.checkpoint.tensor_files import write_tensors
 from lm.data.tokenizer import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.fileio import MAX_SLICES
+from lm.shards import Rows
 from model import ModelConfig, Transformer
 from tests.support.checkpoints import (
     OPTIM_SHARDS,

@@ -45,12 +45,12 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.store import CheckpointStore
-from lm.checkpoint.tensor_files import Rows, State
+from lm.checkpoint.tensor_files import State
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.launch.machine import host_memory
 from lm.runtime.world import World
-from lm.shards import to_local
+from lm.shards import Rows, to_local
 from lm.transformers_config import model_config
 from lm.units import format_bytes
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from lm.checkpoint.tensor_files import Rows
+from lm.shards import Rows
 
 Slices = dict[str, dict[str, Rows]]
 """The rows that this rank writes, by object, e.g. "model", and tensor name."""

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from lm.checkpoint.headers import DTYPES, StoredDtype, TensorSlice
 from lm.checkpoint.manifest import CheckpointError
 from lm.fileio import open_regular, sync
-from lm.shards import local_rows
+from lm.shards import Rows, local_rows
 
 DTYPE_CODES: Mapping[torch.dtype, str] = {
     getattr(torch, dtype.name): code for code, dtype in DTYPES.items()
@@ -53,14 +53,6 @@ State = Mapping[str, Mapping[str, Tensor]]
 """Live tensors by object, e.g. "model", and name: saving reads them, loading writes into them."""
 
 
-class Rows(NamedTuple):
-    """Consecutive rows of a tensor in memory; a scalar is one row."""
-
-    values: Tensor
-    start: int
-    """row of the full tensor that is the first one here"""
-
-
 # ---- writing
 
 
@@ -69,9 +61,9 @@ def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dic
     owned = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         replica, n_replicas = _replica(tensor, rank, world_size)
-        local, start = local_rows(tensor)
-        if index % n_replicas == replica and local.numel() > 0:
-            owned[name] = Rows(local, start)
+        rows = local_rows(tensor)
+        if index % n_replicas == replica and rows.values.numel() > 0:
+            owned[name] = rows
     return owned
 
 

@@ -25,7 +25,6 @@ from lm.checkpoint.layout import model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import (
-    Rows,
     Source,
     group_by_size,
     read_into,
@@ -50,6 +49,7 @@ from lm.hf.families import Place
 from lm.hf.files import CONFIG_FILE, SAFETENSORS_FILE, SAFETENSORS_INDEX, WEIGHT_DTYPES
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
+from lm.shards import Rows
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
 from lm.transformers_config import AnyModelConfig, TransformersConfig

@@ -29,10 +29,11 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.store import LocalCheckpoints
-from lm.checkpoint.tensor_files import Rows, State, write_tensors
+from lm.checkpoint.tensor_files import State, write_tensors
 from lm.data.tokenizer import TOKENIZER_JSON, FileTokenizer
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
+from lm.shards import Rows
 from lm.training.lora import trained_parameters
 from lm.training.optim import OptimConfig, Optimizer
 from model import ModelConfig, Transformer
