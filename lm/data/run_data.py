@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from lm.data import files, stream
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, TrainSource, ValidationSet, set_key
+from lm.data.documents import format_of
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.text import hash_tokens, read_text
@@ -28,9 +29,6 @@ VALIDATION_SHARE = 0.05
 """Fraction of the text that is held out unless val_data is set."""
 SMALL_TEXT = 100_000
 """Bytes; of less text, a run says that it is little."""
-_JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
-_TABLE_SUFFIXES = {".csv", ".tsv"}
-"""Suffixes of files of records, not of text."""
 _HUB_DATASET = re.compile(r"[\w.-]+/[\w-]+")
 TOKENIZED_ONCE = ("text", "jsonl")
 """Values of `dataset` whose tokens are computed at the first start, and kept in a cache."""
@@ -249,8 +247,8 @@ def _text_notes(found: list[Path], text: TokenFile, tokenizer: Tokenizer) -> lis
         "JSON": "use dataset: jsonl, or tokenize one field with python -m lm.prepare",
         "CSV": "tokenize one column with python -m lm.prepare",
     }
-    for kind, suffixes in (("JSON", _JSON_SUFFIXES), ("CSV", _TABLE_SUFFIXES)):
-        records = [path for path in found if suffixes & set(path.suffixes)]
+    for kind, names in (("JSON", ("jsonl",)), ("CSV", ("csv", "tsv"))):
+        records = [path for path in found if format_of(path) in names]
         if records:
             share = f"{len(records)} of {format_count(len(found), 'file')}"
             problem = f"records in {share}, e.g. {records[0].name}"
