@@ -407,7 +407,7 @@ class FileTokenizer:
                 sizes[i] = 1
             else:
                 sizes[i] = len(token)
-        sizes[list(self._special_tokens)] = 0
+        sizes[self._is_special] = 0
         return sizes
 
     @functools.cached_property
@@ -416,6 +416,13 @@ class FileTokenizer:
         added_tokens = self._encoder.get_added_tokens_decoder()
         special = {i: token.content for i, token in added_tokens.items() if token.special}
         return special | {self.eos_id: self._encoder.id_to_token(self.eos_id)}
+
+    @functools.cached_property
+    def _is_special(self) -> NDArray[np.bool_]:
+        """Whether each id is no text, (vocab_size,)."""
+        is_special = np.zeros(self.vocab_size, np.bool_)
+        is_special[list(self._special_tokens)] = True
+        return is_special
 
     @functools.cached_property
     def _special_text(self) -> re.Pattern[str]:
@@ -427,7 +434,7 @@ class FileTokenizer:
 
         A text starts after a special token.
         """
-        is_first = np.isin(inputs, list(self._special_tokens))
+        is_first = self._is_special[inputs]
         sizes = np.where(is_first, self._first_bytes[targets], self.text_bytes[targets])
         return int(sizes.sum())
 
