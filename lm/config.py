@@ -822,8 +822,8 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
         yield "lora_rank", f"{kind} has no linear layers to adapt; remove lora_rank"
     if hp.lora.base_dtype is not None:
         yield "base_dtype", f"is for models of model.py, and {kind} is none; remove base_dtype"
-    if hp.parallel.compile is True:
-        yield "compile", f"{kind} is a class of transformers, and not compiled; remove compile"
+    if hp.parallel.compile is True and not examined.compilation:
+        yield "compile", f"true, but layers of {kind} are no graphs to compile; remove compile"
     if hp.precision.float8 is not None:
         yield "float8", f"is for models of model.py, and {kind} is none; remove float8"
     if hp.objective.of_pairs and not examined.packing:

@@ -25,6 +25,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """So do layers of which products and attention are kept."""
     lora: bool
     """Adapters that are merged compute what they did."""
+    compilation: bool = False
+    """Layers can be compiled, each as one graph."""
     untrained: list[str] = []
     """parameters that get no gradient, with "*" for the numbers of layers"""
 

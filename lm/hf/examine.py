@@ -13,6 +13,7 @@ than a second, each question by the class's own forward and as a run would:
     selective_recomputation  also if products and attention are kept
     cache                    tokens read one by one give the logits of complete sequences
     lora                     adapters that are merged compute what they did
+    compilation              layers traced by the compiler give the same gradients
 
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
 turned off.
@@ -46,6 +47,7 @@ from lm.transformers_model import (
     build_network,
     measure_sizes,
     one_line,
+    quiet,
     read_config,
     without_numbers,
 )
@@ -73,6 +75,7 @@ Question = Literal[
     "selective_recomputation",
     "cache",
     "lora",
+    "compilation",
 ]
 _NEEDED: Mapping[Question, str] = {
     "determinism": "its forward pass is random without dropout, too",
@@ -110,6 +113,7 @@ class Examination(BaseModel, frozen=True):
             full_recomputation=self.findings["full_recomputation"].holds,
             selective_recomputation=self.findings["selective_recomputation"].holds,
             lora=self.findings["lora"].holds,
+            compilation=self.findings["compilation"].holds,
             untrained=self.untrained,
         )
 
@@ -438,12 +442,27 @@ class _Exam:
         return self._compare_recomputed("selective")
 
     def _compare_recomputed(self, mode: Literal["selective", "full"]) -> Finding:
+        model = self.build()
+        parallelize.apply_activation_checkpointing(model, mode)
+        return self._compare_transformed(model)
+
+    def _compare_transformed(self, model: TransformersModel) -> Finding:
+        """Return whether a model with changed blocks has the gradients of the one without."""
         document = self.documents[0]
         targets = torch.cat([document[:, 1:], document[:, :1]], dim=1)
         expected = _gradients(self.model.network, self.model(document, targets))
-        model = self.build()
-        parallelize.apply_activation_checkpointing(model, mode)
         return _compare_gradients(_gradients(model.network, model(document, targets)), expected)
+
+    def compilation(self) -> Finding:
+        model = self.build()
+        # What a graph is compiled to, and for which device, is not the class's.
+        trace = partial(torch.compile, fullgraph=True, backend="eager")
+        parallelize.compile_blocks(model, trace)
+        try:
+            with quiet():  # the compiler warns of what it does itself
+                return self._compare_transformed(model)
+        finally:
+            torch.compiler.reset()
 
     def cache(self) -> Finding:
         model = self.build().eval()

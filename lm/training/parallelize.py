@@ -105,8 +105,8 @@ def transform_blocks(
     if config.activation_checkpointing != "none":
         apply_activation_checkpointing(model, config.activation_checkpointing)
 
-    # Classes of transformers decide in Python what they compute, e.g. by positions.
-    if config.compiles(on_gpu, float8) and isinstance(model, Transformer):
+    can_compile = isinstance(model, Transformer) or model.config.examined.compilation
+    if config.compiles(on_gpu, float8) and can_compile:
         options = compiler_options()
         if float8 == "rowwise" and on_gpu:
             # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
@@ -160,21 +160,26 @@ def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkpo
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(model: Transformer, options: Mapping[str, Any]) -> None:
+def apply_compile(model: AnyModel, options: Mapping[str, Any]) -> None:
     """Compile the blocks, of which those of a kind share a graph, and the loss, for all chunks.
 
     FSDP's hooks are not compiled.
     """
     announce("compiling in the first step")
+    compile_graph = partial(torch.compile, fullgraph=True, options=dict(options))
+    compile_blocks(model, compile_graph)
+    loss = model.head.loss if isinstance(model, Transformer) else model.loss
+    loss.chunk_cross_entropy = compile_graph(loss.chunk_cross_entropy, dynamic=False)
+
+
+def compile_blocks(model: AnyModel, compile_graph: Callable[[Any], Any]) -> None:
+    """Compile the blocks of `model`, in place."""
     # Blocks of a kind have several graphs: of the first one over frozen embeddings, of validation,
     # and of the lengths of separate samples.
-    limit = 64 * len(set(model.attention_kinds))
+    limit = 64 * len(model.blocks)
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, limit)
-    compile_graph = partial(torch.compile, fullgraph=True, options=dict(options))
     for block in model.blocks:
         block.forward = compile_graph(block.forward)
-    loss = model.head.loss
-    loss.chunk_cross_entropy = compile_graph(loss.chunk_cross_entropy, dynamic=False)
 
 
 def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
