@@ -139,13 +139,12 @@ def test_step_operators_grow_linearly_with_the_layers(quick: dict[str, list[Step
 
 
 @pytest.mark.slow
-def test_step_of_muon_has_two_all_to_alls_per_round(
+def test_step_of_muon_has_two_all_to_alls_for_small_matrices(
     quick: dict[str, list[StepCounts]], others: dict[str, list[StepCounts]]
 ) -> None:
-    n_rounds = 2 * 6 // 2  # two blocks with six matrices, two ranks
     for muon, adamw in zip(others["muon"], quick["full-shard"], strict=True):
         kinds = Counter(kind for kind, _, _ in (muon.collectives - adamw.collectives).elements())
-        assert kinds == {"all-to-all": 2 * n_rounds}
+        assert kinds == {"all-to-all": 2}
         assert muon.synchronizations == adamw.synchronizations
 
 

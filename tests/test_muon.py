@@ -216,6 +216,13 @@ def train_with_each(world: World, shardings: tuple[str, ...]) -> list[dict[str, 
     return [train_on_equal_gradients(world, sharding) for sharding in shardings]
 
 
+def train_with_exchanges_of(
+    world: World, most_values: int, shardings: tuple[str, ...]
+) -> list[dict[str, Tensor]]:
+    muon.EXCHANGED_VALUES = most_values
+    return train_with_each(world, shardings)
+
+
 @pytest.mark.slow
 def test_muon_gives_equal_weights_on_any_ranks() -> None:
     [[expected]] = run_ranks(1, train_with_each, STRATEGIES[:1])
@@ -224,6 +231,10 @@ def test_muon_gives_equal_weights_on_any_ranks() -> None:
         for result in run_ranks(n_ranks, train_with_each, shardings):
             results += result
     assert len(results) == 2 * 3 + 3 * 1 + 4 * 5
+    # Each round alone, of which the last has fewer matrices than ranks, and some together.
+    for most_values in (0, 6000):
+        for result in run_ranks(5, train_with_exchanges_of, most_values, STRATEGIES[:1]):
+            results += result
     for tensors in results:
         different = [name for name in expected if not torch.equal(tensors[name], expected[name])]
         assert not different
@@ -243,6 +254,16 @@ def test_muon_owners_share_the_work(n_ranks: int) -> None:
                 flops[rank] += muon.orthogonalization_flops(shapes[matrix])
     largest = max(muon.orthogonalization_flops(shape) for shape in shapes)
     assert max(flops) <= sum(flops) / n_ranks + largest
+
+
+def test_muon_exchanges_rounds_of_small_matrices_together() -> None:
+    shapes = [(8, 8), (8, 8), (4, 4), (4, 4), (2, 2)]
+    rounds = [[1, 0], [2, 3], [None, 4]]
+    each = [[[1], [0]], [[2], [3]], [[], [4]]]
+    assert muon.merge_rounds(rounds, shapes, 0) == each
+    assert muon.merge_rounds(rounds, shapes, 36) == [[[1], [0]], [[2], [3, 4]]]
+    assert muon.merge_rounds(rounds, shapes, 160) == [[[1, 2], [0, 3]], [[], [4]]]
+    assert muon.merge_rounds(rounds, shapes, 164) == [[[1, 2], [0, 3, 4]]]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 A matrix can only be orthogonalized as a whole, and FSDP gives each rank some of its rows. So each
 matrix has an owner, a rank that receives the rows of all, orthogonalizes the matrix, and sends each
-rank the rows of the result. Owners take turns: in a round each owns one matrix, and the ranks
-exchange the rows of all these matrices in one all-to-all, and those of the results in another.
+rank the rows of the result. Owners take turns: in a round each owns one matrix. The ranks exchange
+the rows of the matrices of a round, or of several with small ones, in one all-to-all, and those of
+the results in another.
 
 What the owner computes depends on the gradients only, not on the number of ranks: equal gradients
 give equal weights, bit for bit.
@@ -30,6 +31,10 @@ ends between 0.7 and 1.2 instead of at 1"""
 ADAMW_RMS = 0.2
 """The root mean square of AdamW's updates, over the learning rate, is 0.2 to 0.4 (Liu et al.,
 "Muon is Scalable for LLM Training", 2025)."""
+
+EXCHANGED_VALUES = 1 << 20
+"""Most values of the matrices of several rounds that are exchanged together: enough that the time
+of an all-to-all is more than its latency, and little memory."""
 
 
 def orthogonalization_dtype(compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -89,6 +94,32 @@ def assign_owners(shapes: Sequence[Sequence[int]], n_ranks: int) -> list[list[in
     return rounds
 
 
+def merge_rounds(
+    rounds: Sequence[Sequence[int | None]], shapes: Sequence[Sequence[int]], most_values: int
+) -> list[list[list[int]]]:
+    """Return the exchanges: of each, the matrices that every rank owns, in the order of the rounds.
+
+    Args:
+        rounds: see `assign_owners`.
+        most_values: in an exchange of several rounds.
+    """
+    exchanges: list[list[list[int]]] = []
+    n_values = 0  # of the last exchange
+    for owned in rounds:
+        n_own_values = 0
+        for matrix in owned:
+            if matrix is not None:
+                n_own_values += math.prod(shapes[matrix])
+        n_values += n_own_values
+        if not exchanges or n_values > most_values:
+            exchanges.append([[] for _ in owned])
+            n_values = n_own_values
+        for rank, matrix in enumerate(owned):
+            if matrix is not None:
+                exchanges[-1][rank].append(matrix)
+    return exchanges
+
+
 class RowShards(NamedTuple):
     """How FSDP divides the rows of every parameter among the ranks.
 
@@ -118,10 +149,8 @@ class RowShards(NamedTuple):
         """Return which rows of `parameter` are on `rank`."""
         return rows_of_shard(len(parameter), self.n_shards, rank % self.n_shards)
 
-    def n_values(self, parameter: Tensor | None, rank: int) -> int:
-        """Return how many values of the matrix `parameter` are on `rank`; none of None."""
-        if parameter is None:
-            return 0
+    def n_values(self, parameter: Tensor, rank: int) -> int:
+        """Return how many values of the matrix `parameter` are on `rank`."""
         return len(self.rows(parameter, rank)) * parameter.shape[1]
 
 
@@ -154,15 +183,12 @@ class Muon:
         self._rank = 0
         if self._shards.n_ranks > 1:
             self._rank = dist.get_rank()
-        self._rounds: list[list[nn.Parameter | None]] = []
-        """the parameter that each rank owns in a round, by rank"""
+        self._exchanges: list[list[list[nn.Parameter]]] = []
+        """the parameters that each rank owns in an exchange, by rank"""
         shapes = [parameter.shape for parameter in parameters]
-        for indices in assign_owners(shapes, self._shards.n_ranks):
-            owned: list[nn.Parameter | None] = [None] * self._shards.n_ranks
-            for rank, index in enumerate(indices):
-                if index is not None:
-                    owned[rank] = parameters[index]
-            self._rounds.append(owned)
+        rounds = assign_owners(shapes, self._shards.n_ranks)
+        for owned in merge_rounds(rounds, shapes, EXCHANGED_VALUES):
+            self._exchanges.append([[parameters[i] for i in indices] for indices in owned])
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         for parameter in parameters:
             momentum_buffer = torch.zeros_like(parameter, dtype=state_dtype)
@@ -178,22 +204,17 @@ class Muon:
         """
         is_skipped = skipped.bool()
         lr_or_0 = lr * (1 - skipped)
-        for owned in self._rounds:
-            directions: list[Tensor] = []
-            for parameter in owned:
-                direction = self._nothing
-                if parameter is not None:
-                    direction = self._advance(parameter, divisor, is_skipped)
-                directions.append(direction)
-            matrix = self._send_to_owners(owned, directions)
+        for owned in self._exchanges:
+            directions = [
+                [self._advance(parameter, divisor, is_skipped) for parameter in parameters]
+                for parameters in owned
+            ]
+            matrices = self._send_to_owners(owned, directions)
             del directions
-            result = None
-            if matrix is not None:
-                result = orthogonalize(matrix)
-            updates = self._send_from_owners(owned, result)
-            for parameter, update in zip(owned, updates, strict=True):
-                if parameter is not None:
-                    self._update(parameter, update, lr_or_0)
+            results = [orthogonalize(matrix) for matrix in matrices]
+            updates = self._send_from_owners(owned, results)
+            for parameter, update in updates.items():
+                self._update(parameter, update, lr_or_0)
 
     def _advance(
         self, parameter: nn.Parameter, divisor: Tensor | None, is_skipped: Tensor
@@ -212,48 +233,64 @@ class Muon:
         return nesterov.to(self._dtype).flatten()
 
     def _send_to_owners(
-        self, owned: list[nn.Parameter | None], directions: list[Tensor]
-    ) -> Tensor | None:
-        """Send the owners this rank's values; return the whole matrix that this rank owns, if any.
+        self, owned: list[list[nn.Parameter]], directions: list[list[Tensor]]
+    ) -> list[Tensor]:
+        """Send the owners this rank's values; return the whole matrices that this rank owns.
 
         Every replica has the values of all matrices, so owners receive them from their own replica.
         """
         mine = owned[self._rank]
-        sent: list[Tensor] = []
-        sizes: list[int] = []
+        sent: list[list[Tensor]] = []
+        sizes: list[list[int]] = []  # of what each rank sends, by matrix
         for rank in range(self._shards.n_ranks):
             if self._shards.same_replica(self._rank, rank):
                 sent.append(directions[rank])
-                sizes.append(self._shards.n_values(mine, rank))
+                sizes.append([self._shards.n_values(parameter, rank) for parameter in mine])
             else:
-                sent.append(self._nothing)
-                sizes.append(0)
-        received = self._exchange(sent, sizes)
-        if mine is None:
-            return None
-        return received.view(mine.shape)  # the ranks of a replica have its rows in their order
+                sent.append([])
+                sizes.append([])
+        received = self._exchange(sent, [sum(its_sizes) for its_sizes in sizes])
+        if len(mine) == 1:  # the ranks of a replica have its rows in their order
+            return [received.view(mine[0].shape)]
+        rows: list[list[Tensor]] = [[] for _ in mine]
+        pieces = iter(received.split([size for its_sizes in sizes for size in its_sizes]))
+        for its_sizes in sizes:
+            for i in range(len(its_sizes)):
+                rows[i].append(next(pieces))
+        return [
+            torch.cat(its_rows).view(parameter.shape)
+            for its_rows, parameter in zip(rows, mine, strict=True)
+        ]
 
     def _send_from_owners(
-        self, owned: list[nn.Parameter | None], result: Tensor | None
-    ) -> list[Tensor]:
-        """Send all ranks their rows of `result`; return this rank's values, by owner."""
-        sent: list[Tensor] = []
+        self, owned: list[list[nn.Parameter]], results: list[Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Send all ranks their rows of `results`; return this rank's values of each parameter."""
+        sent: list[list[Tensor]] = []
         for rank in range(self._shards.n_ranks):
-            if result is None:
-                sent.append(self._nothing)
-            else:
+            its_rows: list[Tensor] = []
+            for result in results:
                 rows = self._shards.rows(result, rank)
-                sent.append(result[rows.start : rows.stop].flatten())
-        sizes = [self._shards.n_values(parameter, self._rank) for parameter in owned]
-        return list(self._exchange(sent, sizes).split(sizes))
+                its_rows.append(result[rows.start : rows.stop].flatten())
+            sent.append(its_rows)
+        sizes: dict[nn.Parameter, int] = {}
+        sizes_by_rank: list[int] = []
+        for its_parameters in owned:
+            its_sizes = {p: self._shards.n_values(p, self._rank) for p in its_parameters}
+            sizes |= its_sizes
+            sizes_by_rank.append(sum(its_sizes.values()))
+        received = self._exchange(sent, sizes_by_rank)
+        return dict(zip(sizes, received.split(list(sizes.values())), strict=True))
 
-    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> Tensor:
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[int]) -> Tensor:
         """Send `sent[rank]` to each rank; return what each has sent here, `sizes[rank]` values."""
-        values = torch.cat(sent)
+        pieces = [piece for its_pieces in sent for piece in its_pieces]
+        values = torch.cat([self._nothing, *pieces])
         if self._shards.n_ranks == 1:
             return values
         received = values.new_empty(sum(sizes))
-        dist.all_to_all_single(received, values, sizes, [len(piece) for piece in sent])
+        sent_sizes = [sum(map(len, its_pieces)) for its_pieces in sent]
+        dist.all_to_all_single(received, values, sizes, sent_sizes)
         return received
 
     def _update(self, parameter: nn.Parameter, update: Tensor, lr: Tensor) -> None:
