@@ -26,8 +26,6 @@ from lm.units import format_bytes
 
 USABLE = 0.9
 """fraction of memory that a plan may fill: the CUDA context, NCCL, fragmentation need the rest"""
-NOT_PLANNED = "takes no steps on fake tensors: its activations are not known before it runs"
-"""of a class of transformers"""
 WORTH_A_LINE = GIB // 4
 """bytes of state from which a run on a CPU says what it takes"""
 
@@ -135,11 +133,11 @@ class MemoryCheck:
             ConfigError: it is more than a rank has.
         """
         if isinstance(self.hp.model, TransformersConfig):
-            print(f"{self.describe()}; {self.hp.model.model_type} {NOT_PLANNED}")
-            return
+            print(self.describe())  # even if the class takes no step on fake tensors
         ranks = asdict(self.ranks)
         ranks["dtype"] = str(self.ranks.dtype).removeprefix("torch.")
-        run = json.dumps({"hyperparameters": self.hp.to_flat(), "ranks": ranks})
+        hyperparameters = self.hp.to_flat() | self.hp.model.model_dump(mode="json")
+        run = json.dumps({"hyperparameters": hyperparameters, "ranks": ranks})
         command = [sys.executable, "-m", "lm.plan.dry_run"]
         done = subprocess.run(command, input=run, capture_output=True, text=True, cwd=REPOSITORY)
         print(done.stdout, end="", flush=True)

@@ -341,10 +341,10 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Let transformers log errors only, and warn of nothing."""
+def quiet(level: int = logging.WARNING) -> Iterator[None]:
+    """Let nothing be logged up to `level`, and warn of nothing."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(level)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield

@@ -16,12 +16,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp import build_model
 from lm.config import Hyperparameters
+from lm.hf.small_config import small_configs
+from lm.hf.weights import examined_config
 from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.plan import fit, step
 from lm.plan.__main__ import main
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
+from lm.transformers_model import text_config
 from tests.support import REPOSITORY
 from tests.support.runs import run_fsdp
 
@@ -121,11 +124,42 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),
     (LLAMA, {"sharding": "no-shard", "optimizer": "muon"}),
 ]
+OF_TRANSFORMERS: list[tuple[str, dict[str, Any]]] = [
+    ("lfm2", {"sharding": "full-shard", "amp_dtype": None}),
+    ("gemma4_text", {"sharding": "grad-shard", "activation_checkpointing": "full"}),
+    ("qwen3_5_text", {"sharding": "full-shard"}),
+    ("glm4_moe", {"sharding": "grad-shard"}),
+    ("gemma2", {"sharding": "full-shard"}),  # complete logits
+    ("ministral3", {"sharding": "full-shard", "lora_rank": 4, "init_from": "base"}),
+]
+
+
+def model_of_transformers(kind: str) -> dict[str, Any]:
+    """Return the hyperparameters of a small model that transformers computes."""
+    values = next(small_configs(text_config({"model_type": kind}), derived=()))
+    values |= {"vocab_size": 2048, "hidden_size": 128, "max_position_embeddings": 256}
+    if "n_routed_experts" in values:
+        values["n_routed_experts"] = 8  # as many as ranks: each holds as much
+    return examined_config(values).model_dump(mode="json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "changes"), OF_TRANSFORMERS, ids=str)
+def test_memory_of_a_class_of_transformers_is_that_of_pytorchs_tracker(
+    kind: str, changes: dict[str, Any]
+) -> None:
+    assert_memory_is_that_of_pytorchs_tracker(model_of_transformers(kind), changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "changes"), STEPS, ids=str)
 def test_memory_of_a_step_is_that_of_pytorchs_tracker(
+    model: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    assert_memory_is_that_of_pytorchs_tracker(model, changes)
+
+
+def assert_memory_is_that_of_pytorchs_tracker(
     model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     hp = Hyperparameters.from_flat({"amp_dtype": "bfloat16", "compile": False} | model | changes)

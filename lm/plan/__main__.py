@@ -27,13 +27,12 @@ from lm.errors import ConfigError, command
 from lm.fileio import home_path
 from lm.hf import adapters, weights
 from lm.launch.machine import host_memory
-from lm.memory import NOT_PLANNED, USABLE, Ranks
+from lm.memory import USABLE, Ranks
 from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.presets import PRESETS
 from lm.training import parallelize
 from lm.training.precision import choose_dtype
-from lm.transformers_config import TransformersConfig
 from lm.units import format_bytes, format_count, format_parameters
 
 GPUS_PER_NODE = 8
@@ -115,11 +114,7 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
         return hp
     is_on_hub = hp.own_model.model is None and weights.is_model(hp.checkpoint.init_from)
     if Path(hp.checkpoint.init_from).exists() or is_on_hub:
-        hp = config.load_hyperparameters(args.config, args.overrides, adapters.model_defaults)
-        if isinstance(hp.model, TransformersConfig):
-            problem = f"{hp.model.model_type}, which transformers computes, {NOT_PLANNED}"
-            raise ConfigError(f"init_from: {hp.checkpoint.init_from}: {problem}")
-        return hp
+        return config.load_hyperparameters(args.config, args.overrides, adapters.model_defaults)
     if hp.own_model.model is None:
         problem = f"init_from: {hp.checkpoint.init_from} does not exist"
         raise ConfigError(f"{problem}; {_advise_preset(hp.checkpoint.init_from)}")

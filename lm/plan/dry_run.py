@@ -11,6 +11,7 @@ from lm.config import Hyperparameters
 from lm.errors import ConfigError, command
 from lm.memory import Ranks
 from lm.plan.fit import measure
+from lm.plan.step import NotPlannedError
 from lm.units import format_bytes
 
 
@@ -20,7 +21,11 @@ def main() -> int:
     run = json.load(sys.stdin)
     dtype = getattr(torch, run["ranks"].pop("dtype"), None)
     ranks = Ranks(dtype, **run["ranks"])
-    need = measure(Hyperparameters.from_flat(run["hyperparameters"]), ranks)
+    try:
+        need = measure(Hyperparameters.from_flat(run["hyperparameters"]), ranks)
+    except NotPlannedError as error:
+        print(error)
+        return 0
     print("\n".join(need.describe()))
     if need.peak > ranks.memory:
         problem = f"out of memory: a step needs {format_bytes(need.peak)} per rank"

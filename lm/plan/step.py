@@ -8,6 +8,7 @@ or an optimizer is said here again. Blocks are not compiled: compiled ones need 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -30,12 +31,15 @@ from fsdp import build_model
 from lm.config import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.loader import MicroBatch, PairBatch
+from lm.errors import ConfigError
 from lm.memory import Ranks
 from lm.objectives.dpo import DPO
 from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
 from lm.training import optim, parallelize, precision
-from model import Transformer, find_logits_limit
+from lm.transformers_config import TransformersConfig
+from lm.transformers_model import AnyModel, one_line, quiet
+from model import ModelConfig, Transformer, find_logits_limit
 
 PARAMETERS = "parameters"
 MOMENTS = "moments"
@@ -171,13 +175,17 @@ class LiveBytes(TorchDispatchMode):
 def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """Return what exists on rank 0 at the peaks of the phases of a step.
 
-    Takes steps of models of a few blocks: the peak of a phase is linear in their number.
+    Takes steps of models of a few blocks: the peak of a phase is linear in their number. A class
+    of transformers takes one of all, as its config says in its own ways what its blocks are.
     Needs a process without a process group.
 
     Raises:
         ConfigError: the ranks cannot be divided into shard groups, or the global batch into
             micro-batches.
+        NotPlannedError: the class of transformers computes with values that fake tensors lack.
     """
+    if isinstance(hp.model, TransformersConfig):
+        return _take_step_of_transformers(hp.model, hp, ranks)
     n_kinds = 1
     if hp.own_model.layer_pattern is not None:
         n_kinds = len(hp.own_model.layer_pattern)
@@ -200,6 +208,23 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     return peaks
 
 
+class NotPlannedError(ConfigError):
+    """A class of transformers takes no step on fake tensors."""
+
+
+def _take_step_of_transformers(
+    model: TransformersConfig, hp: Hyperparameters, ranks: Ranks
+) -> dict[str, Memory]:
+    try:
+        with quiet(logging.ERROR):  # PyTorch's own, of operators without a fake kernel
+            return take_step(hp, ranks)
+    except ConfigError:
+        raise
+    except Exception as error:  # of foreign code
+        problem = f"{model.model_type} takes no step on fake tensors ({one_line(error)})"
+        raise NotPlannedError(f"{problem}: what it needs is not known before it runs") from None
+
+
 def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """Return what `measure_step` does, from a step of all blocks."""
     hp = _without_masks(hp, ranks)
@@ -213,9 +238,10 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
         mesh = make_mesh("cpu", shape)
         with FakeTensorMode(allow_non_fake_inputs=True), live.seeing_resized():
             model = build_model(hp, mesh, ranks.dtype)
-            assert isinstance(model, Transformer)
-            limit = find_logits_limit(torch.device(ranks.device_type), int(ranks.memory))
-            model.head.loss.logits_limit = limit
+            loss = model.head.loss if isinstance(model, Transformer) else model.loss
+            loss.logits_limit = find_logits_limit(
+                torch.device(ranks.device_type), int(ranks.memory)
+            )
             optimizer = optim.Optimizer(
                 hp.optim, model.named_parameters(), compute_dtype=ranks.dtype
             )
@@ -242,18 +268,16 @@ def _without_masks(hp: Hyperparameters, ranks: Ranks) -> Hyperparameters:
     Kernels of GPUs need none, those of CPUs do.
     """
     changes: dict[str, Any] = {"compile": False, "float8": None}
-    if ranks.on_gpu:
+    if ranks.on_gpu and isinstance(hp.model, ModelConfig):
         changes |= {"dropout": 0.0, "sliding_window": None}
-        if hp.own_model.layer_pattern is not None:
-            kinds = [
-                k.model_copy(update={"sliding_window": None}) for k in hp.own_model.layer_pattern
-            ]
+        if hp.model.layer_pattern is not None:
+            kinds = [k.model_copy(update={"sliding_window": None}) for k in hp.model.layer_pattern]
             changes["layer_pattern"] = tuple(kinds)
     return hp.replace(**changes)
 
 
 def _step(
-    model: Transformer,
+    model: AnyModel,
     optimizer: optim.Optimizer,
     hp: Hyperparameters,
     ranks: Ranks,
@@ -291,7 +315,7 @@ def _pair_of(tokens: Tensor) -> PairBatch:
     return PairBatch(tokens, None, numbers, tokens.flatten(), lengths, torch.arange(2))
 
 
-def _watch_backward(model: Transformer, live: LiveBytes) -> None:
+def _watch_backward(model: AnyModel, live: LiveBytes) -> None:
     """Let the phases of `live` change where the gradients of blocks exist."""
 
     def watch(phase: str, _block: nn.Module, _inputs: Any, output: Tensor) -> None:
