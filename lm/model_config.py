@@ -20,6 +20,8 @@ from lm.fields import Config, Fixed, Logged, Varied
 from lm.presets import PRESETS
 
 MAX_LAYERS = 2**12
+MAX_SIZE = 2**24
+"""of a width"""
 IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 

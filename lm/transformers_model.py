@@ -15,6 +15,7 @@ import functools
 import inspect
 import json
 import logging
+import math
 import re
 import warnings
 from collections import Counter
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from lm.errors import ConfigError
 from lm.launch.requirements import requires
+from lm.model_config import MAX_LAYERS, MAX_SIZE
 from lm.transformers_config import AnyModelConfig, LinearLayers, TransformersConfig
 from model import (
     IGNORE_INDEX,
@@ -244,16 +246,37 @@ def read_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the config of transformers with the `values` of a config.json.
 
     Raises:
-        ConfigError: transformers is missing, does not know the model, or refuses a value.
+        ConfigError: transformers is missing, does not know the model, or refuses a value; or a size
+            is one that no model has, for which transformers would take all memory.
     """
     transformers = _import_transformers()
     classes = transformers.CONFIG_MAPPING
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in classes:
         raise ConfigError(f"model_type: {_explain_unknown(values)}")
+    _refuse_huge(values)
     with quiet(), one_line_errors(str(model_type)):
         decode = transformers.PreTrainedConfig._decode_special_floats
         return classes[model_type].from_dict(decode(copy.deepcopy(dict(values))))
+
+
+def _refuse_huge(values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _refuse_huge(value)
+            continue
+        limit = math.inf
+        if key.endswith(_SIZES):
+            limit = MAX_SIZE
+        elif key.endswith(_LAYERS):
+            limit = MAX_LAYERS
+        if isinstance(value, int) and value > limit:
+            raise ConfigError(f"{key}: {value} is more than {limit}")
+
+
+_SIZES = ("size", "dim", "heads", "head", "experts", "embd", "d_model", "inner", "rank")
+_LAYERS = ("layers", "layer", "blocks", "depth")
+"""ends of keys"""
 
 
 def text_config(values: Mapping[str, Any]) -> dict[str, Any]:

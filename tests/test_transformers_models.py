@@ -449,6 +449,15 @@ def test_keys_that_a_model_of_transformers_does_not_have_are_refused(
         ({"model_type": "x", "auto_map": {}}, "its own code .* is never run"),
         ({"model_type": "bert", "is_decoder": False}, "a later token changes earlier logits"),
         ({"model_type": "lfm2", "num_hidden_layers": "two"}, "transformers refuses it"),
+        (
+            {"model_type": "lfm2", "num_hidden_layers": 10**9},
+            "num_hidden_layers: 1000000000 is more",
+        ),
+        ({"model_type": "lfm2", "hidden_size": 10**12}, "hidden_size: 1000000000000 is more than"),
+        (
+            {"model_type": "gemma3", "text_config": {"head_dim": 2**40}},
+            "head_dim: 1099511627776 is",
+        ),
         ({"model_type": "llama", "hidden_act": "?", "vocab_size": 9}, r"hidden_act: '\?' is not"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},

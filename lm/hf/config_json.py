@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from lm.errors import ConfigError, error_prefix
 from lm.hf.families import FAMILIES, Family
 from lm.hf.files import refuse_quantized
-from lm.model_config import MAX_LAYERS, ROPE_TYPES, AttentionKind, ModelConfig, Rope
+from lm.model_config import MAX_LAYERS, MAX_SIZE, ROPE_TYPES, AttentionKind, ModelConfig, Rope
 from lm.presets import PRESETS
 
 _REQUIRED_EVERYWHERE = {
@@ -23,6 +23,10 @@ _REQUIRED_EVERYWHERE = {
     "n_routed_experts": (None, 0, 1),
 }
 """As `Family.required`: a mixture of experts cannot be represented."""
+
+
+class NotRepresentedError(ConfigError):
+    """A model has an option that `ModelConfig` does not have."""
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
@@ -34,20 +38,21 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         raw: the content of the file `where`.
 
     Raises:
-        ConfigError: the model cannot be represented exactly; lists every key that prevents it.
+        ConfigError: the model cannot be represented exactly, or a value is impossible; lists every
+            key that prevents it.
     """
     with error_prefix(where):
         refuse_quantized(raw)
     family = FAMILIES[raw["model_type"]]
     reader = _ConfigReader(family, raw)
     values = reader.read()
-    config: ModelConfig | None = None
     try:
         config = ModelConfig.model_validate(values)
     except ValidationError as error:
-        reader.problems += _translate_errors(family, error)
-    if config is None or reader.problems:
-        raise ConfigError(*(f"{where}: {problem}" for problem in reader.problems))
+        problems = [*reader.problems, *_translate_errors(family, error)]
+        raise ConfigError(*(f"{where}: {problem}" for problem in problems)) from None
+    if reader.problems:
+        raise NotRepresentedError(*(f"{where}: {problem}" for problem in reader.problems))
     return family, _normalize(family, config)
 
 
@@ -57,12 +62,9 @@ def is_of_a_family(raw: Mapping[str, Any]) -> bool:
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
-_MAX_SIZE = 2**24
-
-
 def _is_size(value: Any) -> bool:
     """Return whether `value` of config.json can be a width."""
-    return isinstance(value, int) and 0 < value <= _MAX_SIZE
+    return isinstance(value, int) and 0 < value <= MAX_SIZE
 
 
 _FULL = "full_attention"
@@ -103,7 +105,7 @@ class _ConfigReader:
             if _is_size(scalar):
                 values["attention_multiplier"] = scalar**-0.5
             else:
-                self.problems.append(f"{key}: {scalar!r} is not an integer from 1 to {_MAX_SIZE}")
+                self.problems.append(f"{key}: {scalar!r} is not an integer from 1 to {MAX_SIZE}")
         if family.full_attention_interval is not None:
             values |= self._read_layers_of_two_types(values)
         elif "rope" in family.supported["positions"]:

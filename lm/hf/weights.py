@@ -188,13 +188,13 @@ def _find_own(raw: Mapping[str, Any], where: str) -> _Own | None:
     """Return how model.py computes the model of a config.json; None = its class does.
 
     Raises:
-        ConfigError: neither does; lists what model.py does not have.
+        ConfigError: neither does, or a value is impossible; lists what model.py does not have.
     """
     if not config_json.is_of_a_family(raw):
         return None
     try:
         return _Own(*config_json.read_config(raw, where))
-    except ConfigError as error:
+    except config_json.NotRepresentedError as error:
         missing = error
     try:
         examined_config(raw)
