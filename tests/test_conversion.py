@@ -424,7 +424,8 @@ def test_tensors_that_do_not_fill_the_network_once_are_refused(
         ({"model_type": "vit"}, "model_type: .*vit"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: "),
         ({"hidden_size": "wide"}, "config.json: .*hidden_size"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1,000,000,000 layers, but 21 tensors"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is more than 4096"),
+        ({"num_hidden_layers": 4000}, "num_hidden_layers: 4,000 layers, but 21 tensors"),
     ],
 )
 def test_configs_that_cannot_be_used_are_refused(
