@@ -317,6 +317,7 @@ class Trainer:
             self.world.on_rank0(run.run_dir.start, run.info.hyperparameters, session)
         missing = progress.missing_reports()
         values = run.info.hyperparameters
+        self.signals.install()  # before this, there is nothing to save
         self.logger.start(self.step, missing, values, config.distinguishing(values))
         self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
 
@@ -351,7 +352,6 @@ class Trainer:
         # `setup_environment` disabled automatic collection, which would stop the ranks at
         # different times. `report` collects, and need not look at what exists now.
         gc.freeze()
-        self.signals.install()  # before this, there is nothing to save
         self.compute_reference()
         self.complete_resumed_step()
         self.stop_where_configured()

@@ -404,7 +404,7 @@ def hide_package(folder: Path, name: str) -> str:
         ("google_crc32c", "lm.generate", "x --prompt x"),
         ("tokenizers", "lm.hf", "export x y"),
         ("yaml", "lm.plan", "config.yaml"),
-        ("tqdm", "lm.prepare", "x y"),
+        ("pydantic", "lm.prepare", "x y"),
         ("pydantic", "lm.report", "x"),
         ("yaml", "lm.search", "recipes/search.yaml"),
     ],
