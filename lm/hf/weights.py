@@ -161,50 +161,40 @@ def read_structure(source: str) -> Structure:
     Raises:
         ConfigError: it cannot be downloaded, see `open_model`, `open_conversion` and `examine`.
     """
-    directory = find_source(source, _STRUCTURE_FILES)
-    path = directory / CONFIG_FILE
-    raw = read_object(path)
-    is_here = Path(source).is_dir()
-    own = _find_own(raw, str(path))
-    if own is not None:
-        if is_here:
-            open_model(directory)
-        return Structure(directory, own.config, own.family)
-    with error_prefix(str(path)):
-        config = examined_config(raw)
-    if is_here:
-        open_conversion(directory)
-    return Structure(directory, config, None)
+    structure = _read_structure(find_source(source, _STRUCTURE_FILES))
+    if Path(source).is_dir():
+        if structure.family is None:
+            open_conversion(structure.directory)
+        else:
+            open_model(structure.directory)
+    return structure
 
 
-class _Own(NamedTuple):
-    """A model that model.py computes."""
-
-    family: Family
-    config: ModelConfig
-
-
-def _find_own(raw: Mapping[str, Any], where: str) -> _Own | None:
-    """Return how model.py computes the model of a config.json; None = its class does.
+def _read_structure(directory: Path) -> Structure:
+    """Return what the config.json in `directory` describes: model.py computes it if it can.
 
     Raises:
         ConfigError: neither does, or a value is impossible; lists what model.py does not have.
     """
+    path = directory / CONFIG_FILE
+    raw = read_object(path)
     if not config_json.is_of_a_family(raw):
-        return None
+        with error_prefix(str(path)):
+            return Structure(directory, examined_config(raw), None)
     try:
-        return _Own(*config_json.read_config(raw, where))
+        family, own_config = config_json.read_config(raw, str(path))
+        return Structure(directory, own_config, family)
     except config_json.NotRepresentedError as error:
         missing = error
     try:
-        examined_config(raw)
+        config = examined_config(raw)
     except ConfigError as error:
         problems = list(missing.problems)
         if find_spec("transformers") is None:
             problems += error.problems
         raise ConfigError(*problems) from None
     warn(f"transformers computes this model, model.py cannot: {'; '.join(missing.problems)}")
-    return None
+    return Structure(directory, config, None)
 
 
 def read_config(source: str) -> dict[str, Any]:
