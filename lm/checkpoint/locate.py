@@ -28,7 +28,9 @@ def locate_checkpoint(where: Path | str) -> PlainLocation:
     if isinstance(named, DirectoryLocation) and named.path.exists() and not named.path.is_dir():
         problem = "is a file; name the directory of a checkpoint or a run"
         raise ConfigError(f"{where}: {problem}")
-    for newest in store_at(where).resume_candidates():
+    candidates = store_at(where).resume_candidates()
+    if candidates:
+        newest = candidates[0]
         assert isinstance(newest, PlainLocation)
         return newest
     names = named.list_files()
