@@ -216,12 +216,15 @@ def _build_small(values: Mapping[str, Any]) -> _Small:
 
 def _derived_sizes(values: Mapping[str, Any]) -> set[str]:
     """Return the keys of the sizes that the class of the config sets if they are missing."""
-    given: set[str] = {"model_type"}
-    for field in dataclasses.fields(type(read_config(values))):
-        value = values.get(field.name)
-        if field.default is not None or not isinstance(value, int):
-            given.add(field.name)
-    return values.keys() - given
+    fields = dataclasses.fields(type(read_config(values)))
+    defaults = {field.name: field.default for field in fields}
+    derived: set[str] = set()
+    for key, value in values.items():
+        is_no_field = key not in defaults and key != "model_type"
+        is_set_by_class = defaults.get(key, 0) is None and isinstance(value, int)
+        if is_no_field or is_set_by_class:
+            derived.add(key)
+    return derived
 
 
 @torch.no_grad()
@@ -448,10 +451,17 @@ class _Exam:
 
     def _compare_transformed(self, model: TransformersModel) -> Finding:
         """Return whether a model with changed blocks has the gradients of the one without."""
+        return _compare_gradients(self._gradients_of_one(model), self._gradients_unchanged)
+
+    @cached_property
+    def _gradients_unchanged(self) -> Gradients:
+        return self._gradients_of_one(self.model)
+
+    def _gradients_of_one(self, model: TransformersModel) -> Gradients:
+        """Return the gradients of the first document, whose last token's target is its first."""
         document = self.documents[0]
         targets = torch.cat([document[:, 1:], document[:, :1]], dim=1)
-        expected = _gradients(self.model.network, self.model(document, targets))
-        return _compare_gradients(_gradients(model.network, model(document, targets)), expected)
+        return _gradients(model.network, model(document, targets))
 
     def compilation(self) -> Finding:
         model = self.build()
