@@ -241,26 +241,26 @@ class Muon:
         """
         mine = owned[self._rank]
         sent: list[list[Tensor]] = []
-        sizes: list[list[int]] = []  # of what each rank sends, by matrix
+        sizes: list[int] = []  # of the pieces that arrive: of each rank in turn, one of each matrix
+        sizes_by_rank: list[int] = []
         for rank in range(self._shards.n_ranks):
-            if self._shards.same_replica(self._rank, rank):
-                sent.append(directions[rank])
-                sizes.append([self._shards.n_values(parameter, rank) for parameter in mine])
-            else:
+            if not self._shards.same_replica(self._rank, rank):
                 sent.append([])
-                sizes.append([])
-        received = self._exchange(sent, [sum(its_sizes) for its_sizes in sizes])
+                sizes_by_rank.append(0)
+                continue
+            its_sizes = [self._shards.n_values(parameter, rank) for parameter in mine]
+            sent.append(directions[rank])
+            sizes += its_sizes
+            sizes_by_rank.append(sum(its_sizes))
+        received = self._exchange(sent, sizes_by_rank)
         if len(mine) == 1:  # the ranks of a replica have its rows in their order
             return [received.view(mine[0].shape)]
-        rows: list[list[Tensor]] = [[] for _ in mine]
-        pieces = iter(received.split([size for its_sizes in sizes for size in its_sizes]))
-        for its_sizes in sizes:
-            for i in range(len(its_sizes)):
-                rows[i].append(next(pieces))
-        return [
-            torch.cat(its_rows).view(parameter.shape)
-            for its_rows, parameter in zip(rows, mine, strict=True)
-        ]
+        pieces = received.split(sizes)
+        matrices: list[Tensor] = []
+        for number, parameter in enumerate(mine):
+            rows = torch.cat(pieces[number :: len(mine)])
+            matrices.append(rows.view(parameter.shape))
+        return matrices
 
     def _send_from_owners(
         self, owned: list[list[nn.Parameter]], results: list[Tensor]
