@@ -916,6 +916,11 @@ class Transformer(nn.Module):
         """Return an empty cache for `capacity` tokens."""
         return KVCache(capacity)
 
+    @property
+    def loss(self) -> ChunkedLoss:
+        """What computes the loss, in chunks of logits."""
+        return self.head.loss
+
     def fsdp_units(self) -> list[nn.Module]:
         """Return the modules to shard separately, in forward order; the root holds the rest.
 

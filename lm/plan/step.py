@@ -39,7 +39,7 @@ from lm.runtime.world import make_mesh
 from lm.training import optim, parallelize, precision
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import AnyModel, one_line, quiet
-from model import ModelConfig, Transformer, find_logits_limit
+from model import ModelConfig, find_logits_limit
 
 PARAMETERS = "parameters"
 MOMENTS = "moments"
@@ -238,8 +238,7 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
         mesh = make_mesh("cpu", shape)
         with FakeTensorMode(allow_non_fake_inputs=True), live.seeing_resized():
             model = build_model(hp, mesh, ranks.dtype)
-            loss = model.head.loss if isinstance(model, Transformer) else model.loss
-            loss.logits_limit = find_logits_limit(
+            model.loss.logits_limit = find_logits_limit(
                 torch.device(ranks.device_type), int(ranks.memory)
             )
             optimizer = optim.Optimizer(

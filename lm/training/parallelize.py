@@ -168,7 +168,7 @@ def apply_compile(model: AnyModel, options: Mapping[str, Any]) -> None:
     announce("compiling in the first step")
     compile_graph = partial(torch.compile, fullgraph=True, options=dict(options))
     compile_blocks(model, compile_graph)
-    loss = model.head.loss if isinstance(model, Transformer) else model.loss
+    loss = model.loss
     loss.chunk_cross_entropy = compile_graph(loss.chunk_cross_entropy, dynamic=False)
 
 
