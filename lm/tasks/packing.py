@@ -11,6 +11,7 @@ The sequences are divided into batches, which depend on the task, the tokenizer 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.data.probe import TemplateProbe, probe_template
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix
 from lm.model_config import ModelConfig
-from lm.tasks.task import Norm, Question, Task
+from lm.tasks.task import Context, Norm, Question, Task
 from lm.transformers_config import AnyModelConfig
 
 Ids = NDArray[np.int64]
@@ -99,13 +101,14 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: AnyModelConfig) -> Tokeni
     """Return the sequences that a model of `config` reads to score `task`.
 
     Raises:
-        ConfigError: a choice has no tokens.
+        ConfigError: a choice has no tokens, or the tokenizer has no chat template, or one that
+            rejects messages or leaves some out.
     """
     questions: list[TokenizedQuestion] = []
     sequences: list[PackedSequence] = []
     n_choices = 0
     n_cut = 0
-    for question, encoded in _encode(task.questions, tokenizer):
+    for question, encoded in _encode(task, tokenizer):
         for choice, (ids, n_context) in zip(question.choices, encoded, strict=True):
             if len(ids) == n_context:
                 problem = f"question {len(questions) + 1}: {choice.text[:60]!r} after its context"
@@ -143,9 +146,15 @@ class EncodedChoice(NamedTuple):
     """how many of them are the context's"""
 
 
-def _encode(
-    questions: Sequence[Question], tokenizer: Tokenizer
-) -> Iterator[tuple[Question, list[EncodedChoice]]]:
+class _Text(NamedTuple):
+    """A context, or a context and a choice, as the model reads them."""
+
+    text: str
+    is_chat: bool
+    """a chat template has written the start and end tokens"""
+
+
+def _encode(task: Task, tokenizer: Tokenizer) -> Iterator[tuple[Question, list[EncodedChoice]]]:
     """Yield each question with its encoded choices.
 
     Context and choice are encoded as one text, as they are in training.
@@ -153,22 +162,64 @@ def _encode(
     start_id = tokenizer.bos_id
     if start_id is None:
         start_id = tokenizer.eos_id
-    for start in range(0, len(questions), _QUESTIONS_PER_CALL):
-        some_questions = questions[start : start + _QUESTIONS_PER_CALL]
+    writer = _ContextWriter(tokenizer)
+    for start in range(0, len(task.questions), _QUESTIONS_PER_CALL):
+        some_questions = task.questions[start : start + _QUESTIONS_PER_CALL]
         choices = [choice for question in some_questions for choice in question.choices]
-        contexts = list(dict.fromkeys(choice.context for choice in choices))
-        texts = [choice.context + choice.text for choice in choices]
-        ids_of_contexts = dict(zip(contexts, tokenizer.encode_batch(contexts), strict=True))
-        ids_of_texts = iter(tokenizer.encode_batch(texts))
+        with error_prefix(task.name):
+            different = dict.fromkeys(choice.context for choice in choices)
+            contexts = {context: writer.write(context) for context in different}
+        texts = [_append(contexts[choice.context], choice.text) for choice in choices]
+        ids_of = _encode_texts([*contexts.values(), *texts], tokenizer)
         for question in some_questions:
             encoded: list[EncodedChoice] = []
             for choice in question.choices:
-                ids = next(ids_of_texts).astype(np.int64)
-                encoded.append(_find_context(ids, ids_of_contexts[choice.context], start_id))
+                context = contexts[choice.context]
+                ids = ids_of[_append(context, choice.text)]
+                encoded.append(_find_context(ids, ids_of[context], start_id))
             yield question, encoded
 
 
-def _find_context(ids: Ids, context_ids: NDArray[np.integer], start_id: int) -> EncodedChoice:
+class _ContextWriter:
+    """Writes contexts as text, messages by the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def write(self, context: Context) -> _Text:
+        """Return the text of a context, of messages with the start of a reply."""
+        if isinstance(context, str):
+            return _Text(context, is_chat=False)
+        messages = [message._asdict() for message in context]
+        rendered = self._tokenizer.render(messages, add_generation_prompt=True)
+        places = [f"messages[{i}]" for i in range(len(messages))]
+        unwritten = self._probe.find_unwritten(messages, places, None, rendered.text)
+        if unwritten:
+            keys = ", ".join(dict.fromkeys(place.key for place in unwritten))
+            problem = f"{self._tokenizer.find_template().name} leaves out {keys}"
+            raise ConfigError(f"{problem}; use roles that it writes, e.g. user")
+        return _Text(rendered.text, is_chat=True)
+
+    @functools.cached_property
+    def _probe(self) -> TemplateProbe:
+        return probe_template(self._tokenizer)
+
+
+def _append(context: _Text, choice: str) -> _Text:
+    return context._replace(text=context.text + choice)
+
+
+def _encode_texts(texts: Sequence[_Text], tokenizer: Tokenizer) -> dict[_Text, Ids]:
+    """Return the ids of each text, of those of no chat with the tokenizer's start of text."""
+    plain = [text for text in dict.fromkeys(texts) if not text.is_chat]
+    chats = [text for text in dict.fromkeys(texts) if text.is_chat]
+    encoded = tokenizer.encode_batch([text for text, _ in plain])
+    with_ends = tokenizer.encode_with_ends([text for text, _ in chats], add_special_tokens=False)
+    encoded += [ids for ids, _ in with_ends]
+    return dict(zip([*plain, *chats], [ids.astype(np.int64) for ids in encoded], strict=True))
+
+
+def _find_context(ids: Ids, context_ids: Ids, start_id: int) -> EncodedChoice:
     """Return `ids` and how many of them do not change with the choice: the context's.
 
     Without any, `start_id` is the context: the first token of a choice needs one that it follows.

