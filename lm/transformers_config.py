@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from lm.fields import Config, Fixed, Logged
 from lm.model_config import ModelConfig, VocabSize
+
+PackedBy = Literal["position_ids", "attention_mask"]
+"""Ways of telling a class which tokens of a row are of one document, by the argument that each adds
+to those before: positions, which start again; masks, for classes that make theirs without them."""
 
 
 class Examined(BaseModel, frozen=True, extra="forbid"):
@@ -16,7 +20,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     hidden_states: bool
     """Its logits are the product of its last hidden states and the output matrix."""
     packing: bool
-    """Documents in one row, told apart by their positions, are computed as each alone."""
+    """Documents in one row, told apart as `packed_by` says, are computed as each alone."""
+    packed_by: PackedBy = "position_ids"
     cache: bool
     """Its cache gives the logits of complete sequences."""
     full_recomputation: bool

@@ -133,10 +133,32 @@ class TransformersModel(nn.Module):
         options: dict[str, Any] = {}
         if "use_cache" in self._accepted:
             options["use_cache"] = False
-        if document_ids is not None and "position_ids" in self._accepted:
-            indices = torch.arange(document_ids.shape[1], device=document_ids.device)
-            options["position_ids"] = indices - find_document_starts(document_ids, indices)
+        if document_ids is None:
+            return options
+        indices = torch.arange(document_ids.shape[1], device=document_ids.device)
+        position_ids = indices - find_document_starts(document_ids, indices)
+        if "position_ids" in self._accepted:
+            options["position_ids"] = position_ids
+        if self.config.examined.packed_by != "position_ids":
+            options["attention_mask"] = self._make_masks(position_ids)
         return options
+
+    def _make_masks(self, position_ids: Tensor) -> Any:
+        """Return the masks of packed documents, as transformers makes them: of each kind of layer.
+
+        Some classes make theirs without positions, but all use those that they are called with.
+        """
+        from transformers.masking_utils import create_masks_for_generate
+
+        make = getattr(self.network, "create_masks_for_generate", create_masks_for_generate)
+        shape = torch.empty(*position_ids.shape, 0, device=position_ids.device)
+        return make(
+            config=self.network.config,
+            inputs_embeds=shape,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
 
     def _apply_head(
         self, x: Tensor, targets: Tensor | None = None, queries: Tensor | None = None

@@ -16,14 +16,20 @@ from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import examine, export
 from lm.hf.base import load_merged_model, open_model
-from lm.hf.small_config import small_configs
 from lm.runtime.world import World
 from lm.tasks.packing import tokenize
 from lm.tasks.scoring import Scorer
 from lm.tasks.task import Choice, Question, Task
 from lm.training import lora, parallelize
-from lm.transformers_model import NETWORK, TransformersModel, new_model, read_config, text_config
-from tests.support.hf import add_tokenizer, read_with_model_defaults, train_reference
+from lm.transformers_model import NETWORK, TransformersModel, new_model, text_config
+from tests.support.hf import (
+    add_tokenizer,
+    complete_values,
+    randomize,
+    read_with_model_defaults,
+    save_model,
+    train_reference,
+)
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
@@ -33,10 +39,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Setting `save_embedding_layers`",
 )
 
-VOCABULARY = 300
 KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "gpt_oss")
-"""convolutions, layers that share keys, scaled queries, latent experts, and one that leaks"""
-LEAKY = "gpt_oss"
+"""convolutions, layers that share keys, scaled queries, latent experts, masks without positions"""
+LEAKY = "mamba2"
 TRAINING: dict[str, Any] = {
     "dataset": "synthetic",
     "max_steps": 20,
@@ -52,37 +57,6 @@ TRAINING: dict[str, Any] = {
     "amp_dtype": None,
     "seed": 7,
 }
-
-
-def complete_values(kind: str, **changes: Any) -> dict[str, Any]:
-    """Return the values of a small model of a `kind` of transformers."""
-    config = transformers.CONFIG_MAPPING[kind]()
-    raw = json.loads(config.to_json_string()) | {"model_type": kind} | changes
-    values = next(small_configs(text_config(raw), derived=()))
-    for key in ("vocab_size", "vocab_size_per_layer_input"):
-        if key in values:
-            values[key] = VOCABULARY
-    return values
-
-
-def randomize(model: nn.Module) -> None:
-    """Let all parts of `model` affect its logits."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            if parameter.ndim > 1:
-                parameter.copy_(0.5 * noise / parameter.shape[-1] ** 0.5)
-            else:
-                parameter += 0.05 * noise
-
-
-def save_model(kind: str, folder: Path, **changes: Any) -> None:
-    values = complete_values(kind, **changes)
-    model = transformers.AutoModelForCausalLM.from_config(read_config(values))
-    randomize(model)
-    model.save_pretrained(folder)
-    add_tokenizer(folder, 290)
 
 
 def save_wrapper(folder: Path) -> None:
@@ -102,7 +76,7 @@ def save_wrapper(folder: Path) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of small models in transformers' format, with a tokenizer."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
+    for kind in (*KINDS, LEAKY):
         save_model(kind, folder / kind)
     save_wrapper(folder / "wrapper")
     return {path.name: path for path in folder.iterdir()}
@@ -497,12 +471,12 @@ def test_a_dry_run_says_what_is_not_known(models: dict[str, Path], tmp_path: Pat
         ("lfm2", set()),
         ("gemma4_text", set()),
         ("deepseek_v3", set()),
-        ("gpt_oss", {"packing"}),
+        ("gpt_oss", set()),  # makes its masks without positions
         ("qwen3_5_text", {"packing"}),
         ("gemma2", {"hidden_states"}),
         ("mamba2", {"packing", "cache"}),
-        ("granitemoe", {"packing", "selective_recomputation"}),
-        ("opt", {"packing"}),  # gradients of the biases of keys are sums of 0
+        ("granitemoe", {"selective_recomputation"}),
+        ("opt", set()),  # gradients of the biases of keys are sums of 0
         ("deepseek_v32", set()),  # ReLU before a selection
     ],
 )
@@ -537,8 +511,10 @@ def test_a_class_whose_forward_pass_is_random_is_refused() -> None:
 
 def test_the_command_prints_an_examination(capsys: pytest.CaptureFixture[str]) -> None:
     assert hf_main.main(["examine", "gpt_oss"]) == 0
+    assert "packing                  holds, by attention_mask" in capsys.readouterr().out
+    assert hf_main.main(["examine", "mamba2"]) == 0
     printed = capsys.readouterr().out
-    assert "GptOssForCausalLM, examined in" in printed
+    assert "Mamba2ForCausalLM, examined in" in printed
     assert "packing                  does not hold: logits differ by" in printed
     assert hf_main.main(["examine", "bert"]) == 2
     assert "refused: " in capsys.readouterr().out

@@ -7,7 +7,7 @@ than a second, each question by the class's own forward and as a run would:
     determinism              the same tokens give the same logits
     causality                a later token changes no earlier logit
     padding                  rows that are padded at the end are as each alone, with gradients
-    packing                  documents in one row, told apart by positions, are as each alone
+    packing                  documents in one row are as each alone, told apart by one of PackedBy
     gradients                every parameter gets a gradient, or is named
     full_recomputation       layers recomputed in backward give the same gradients,
     selective_recomputation  also if products and attention are kept
@@ -41,7 +41,7 @@ from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs
 from lm.training import lora, parallelize
 from lm.training.lora import LoraConfig
-from lm.transformers_config import Examined, TransformersConfig
+from lm.transformers_config import Examined, PackedBy, TransformersConfig
 from lm.transformers_model import (
     TransformersModel,
     build_network,
@@ -100,6 +100,8 @@ class Examination(BaseModel, frozen=True):
 
     class_name: str
     findings: dict[Question, Finding]
+    packed_by: PackedBy
+    """how documents are told apart, if packing holds"""
     untrained: list[str]
     """parameters that get no gradient, as `without_numbers` names them"""
     seconds: float
@@ -109,6 +111,7 @@ class Examination(BaseModel, frozen=True):
         return Examined(
             hidden_states=self.findings["hidden_states"].holds,
             packing=self.findings["packing"].holds,
+            packed_by=self.packed_by,
             cache=self.findings["cache"].holds,
             full_recomputation=self.findings["full_recomputation"].holds,
             selective_recomputation=self.findings["selective_recomputation"].holds,
@@ -131,6 +134,8 @@ class Examination(BaseModel, frozen=True):
         lines = [f"{self.class_name}, examined in {self.seconds:.1f} s"]
         for question, finding in self.findings.items():
             answer = "holds" if finding.holds else f"does not hold: {finding.detail}"
+            if question == "packing" and finding.holds:
+                answer = f"holds, by {self.packed_by}"
             lines.append(f"  {question:<23}  {answer}")
         if self.untrained:
             lines.append(f"  no gradient:             {', '.join(self.untrained)}")
@@ -176,14 +181,15 @@ def _examine(values: Mapping[str, Any]) -> Examination:
     torch.set_num_threads(1)
     try:
         small = _build_small(values)
-        findings, untrained = _ask(small)
+        answers = _ask(small)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
     return Examination(
         class_name=type(small.network).__name__,
-        findings=findings,
-        untrained=untrained,
+        findings=answers.findings,
+        packed_by=answers.packed_by,
+        untrained=answers.untrained,
         seconds=round(time.monotonic() - started, 2),
     )
 
@@ -303,14 +309,22 @@ def _attempt(question: Callable[[], Finding]) -> Finding:
         return Finding(holds=False, detail=one_line(error))
 
 
-def _ask(small: _Small) -> tuple[dict[Question, Finding], list[str]]:
-    """Return the answer to each question, and what gets no gradient."""
+class _Answers(NamedTuple):
+    """To all questions; see `Examination`."""
+
+    findings: dict[Question, Finding]
+    packed_by: PackedBy
+    untrained: list[str]
+
+
+def _ask(small: _Small) -> _Answers:
+    """Return the answer to each question, how documents are told apart, what gets no gradient."""
     findings: dict[Question, Finding] = {}
     findings["hidden_states"] = _attempt(partial(_ask_hidden_states, small.network))
     exam = _Exam(small, hidden_states=findings["hidden_states"].holds)
     for question in get_args(Question)[1:]:
         findings[question] = _attempt(getattr(exam, question))
-    return findings, exam.untrained
+    return _Answers(findings, exam.packed_by, exam.untrained)
 
 
 @torch.no_grad()
@@ -335,9 +349,13 @@ class _Exam:
 
     def build(self) -> TransformersModel:
         """Return the model of a run with the weights of the small one."""
+        return self._build(self.packed_by)
+
+    def _build(self, packed_by: PackedBy) -> TransformersModel:
         examined = Examined(
             hidden_states=self.hidden_states,
             packing=True,
+            packed_by=packed_by,
             cache=True,
             full_recomputation=True,
             selective_recomputation=True,
@@ -412,27 +430,47 @@ class _Exam:
             finding = _compare(logits[i, : alone.shape[1]], alone[0], "logits")
             if not finding.holds:
                 return finding
-        return self._compare_losses(rows, targets, None)
+        return self._compare_losses(self.model, self.model(rows, targets))
 
     def packing(self) -> Finding:
+        return self._packings[self.packed_by]
+
+    @cached_property
+    def packed_by(self) -> PackedBy:
+        """The first way of telling documents apart that is right; if none is, the first."""
+        for way, finding in self._packings.items():
+            if finding.holds:
+                return way
+        return next(iter(self._packings))
+
+    @cached_property
+    def _packings(self) -> dict[PackedBy, Finding]:
+        """What was found of each way that was tried: all up to one that is right."""
+        tried: dict[PackedBy, Finding] = {}
+        for way in get_args(PackedBy):
+            with torch.enable_grad():  # whoever asks first
+                tried[way] = _attempt(partial(self._compare_packed, self._build(way)))
+            if tried[way].holds:
+                break
+        return tried
+
+    def _compare_packed(self, model: TransformersModel) -> Finding:
+        """Return whether `model` computes documents in one row as each alone."""
         row = torch.cat(self.documents, dim=1)
         lengths = torch.tensor(_DOCUMENTS)
         document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
         targets = torch.cat([row[:, 1:], row[:, :1]], dim=1)
         targets[0, lengths.cumsum(0) - 1] = IGNORE_INDEX
         with torch.no_grad():
-            logits = self.model(row, document_ids=document_ids)
+            logits = model(row, document_ids=document_ids)
         finding = _compare(logits, torch.cat(self.alone, dim=1), "logits")
         if not finding.holds:
             return finding
-        return self._compare_losses(row, targets, document_ids)
+        return self._compare_losses(model, model(row, targets, document_ids))
 
-    def _compare_losses(
-        self, rows: Tensor, targets: Tensor, document_ids: Tensor | None
-    ) -> Finding:
-        """Return whether the gradients of a batch are those of its documents alone."""
-        loss = self.model(rows, targets, document_ids)
-        return _compare_gradients(_gradients(self.model.network, loss), self.gradients_alone)
+    def _compare_losses(self, model: TransformersModel, loss: Tensor) -> Finding:
+        """Return whether the gradients of the loss of all documents are those of each alone."""
+        return _compare_gradients(_gradients(model.network, loss), self.gradients_alone)
 
     def gradients(self) -> Finding:
         unexpected = [name for name in self.untrained if not _selects(name)]

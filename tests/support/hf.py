@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from lm import config
 from lm.data.loader import Loader
 from lm.data.run_data import open_data
 from lm.hf import adapters, families
+from lm.hf.small_config import small_configs
 from lm.training import lora, parallelize
+from lm.transformers_model import read_config, text_config
 from model import Transformer
 
+VOCABULARY = 300
+"""of the models of `save_model`"""
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -93,6 +98,40 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
             if is_norm and kind != "gemma3_text":  # which adds 1
                 parameter += 1
     return model
+
+
+def complete_values(kind: str, **changes: Any) -> dict[str, Any]:
+    """Return the values of a small model of a `kind` of transformers."""
+    config = transformers.CONFIG_MAPPING[kind]()
+    raw = json.loads(config.to_json_string()) | {"model_type": kind} | changes
+    values = next(small_configs(text_config(raw), derived=()))
+    for key in ("vocab_size", "vocab_size_per_layer_input"):
+        if key in values:
+            values[key] = VOCABULARY
+    if "max_position_embeddings" in values:
+        values["max_position_embeddings"] = 256
+    return values
+
+
+def randomize(model: nn.Module) -> None:
+    """Let all parts of `model` affect its logits."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.ndim > 1:
+                parameter.copy_(0.5 * noise / parameter.shape[-1] ** 0.5)
+            else:
+                parameter += 0.05 * noise
+
+
+def save_model(kind: str, folder: Path, **changes: Any) -> None:
+    """Save a small model of a `kind` of transformers, with a tokenizer."""
+    values = complete_values(kind, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(read_config(values))
+    randomize(model)
+    model.save_pretrained(folder)
+    add_tokenizer(folder, 290)
 
 
 def add_tokenizer(folder: Path, size: int) -> Any:

@@ -1,0 +1,101 @@
+"""Documents in one row of a model of transformers are computed as its class computes each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from lm.hf.base import open_model
+from lm.runtime.world import World
+from lm.training import parallelize
+from lm.transformers_model import TransformersModel
+from model import IGNORE_INDEX
+from tests.support.hf import VOCABULARY, read_with_model_defaults, save_model
+from tests.support.ranks import run_ranks
+
+DOCUMENTS = (37, 51, 40, 70, 2, 56)
+"""tokens"""
+KINDS = {"gpt_oss": "attention_mask", "afmoe": "attention_mask", "granitemoe": "attention_mask"}
+"""how documents are kept apart"""
+
+
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in DOCUMENTS]
+
+
+def pack() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and document ids of one row with all documents."""
+    row = torch.cat(documents())
+    ends = torch.tensor(DOCUMENTS).cumsum(0)
+    targets = row.roll(-1)
+    targets[ends - 1] = IGNORE_INDEX
+    ids = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
+    return row[None], targets[None], ids[None]
+
+
+def gradients(network: nn.Module) -> dict[str, Tensor]:
+    named = network.named_parameters()
+    return {name: each.grad for name, each in named if each.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_are_computed_as_separate_ones(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path)
+    ours, _ = open_model(tmp_path)
+    assert isinstance(ours, TransformersModel)
+    assert ours.config.examined.packing
+    assert ours.config.examined.packed_by == KINDS[kind]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+
+    tokens, targets, ids = pack()
+    expected: list[Tensor] = []
+    loss = torch.zeros(())
+    for document in documents():
+        logits = reference(document[None]).logits[0]
+        loss = loss + F.cross_entropy(logits[:-1], document[1:], reduction="sum")
+        expected.append(logits.detach())
+    loss.backward()
+    with torch.no_grad():
+        found = ours(tokens, document_ids=ids)[0]
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+    ours(tokens, targets, ids).backward()
+    right = gradients(reference)
+    largest = max(gradient.abs().max() for gradient in right.values())
+    assert gradients(ours.network).keys() == right.keys()
+    for name, gradient in gradients(ours.network).items():
+        difference = (gradient - right[name]).abs().max()
+        assert difference <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss"])  # which adds masks to scores
+def test_packed_documents_are_kept_apart_in_bfloat16(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path)
+    [(packed, alone)] = run_ranks(1, compute_losses, str(tmp_path))
+    assert packed == pytest.approx(alone, rel=5e-3)
+
+
+def compute_losses(world: World, folder: str) -> tuple[float, float]:
+    """Return the loss of all documents in one row, and that of each alone, as a run computes."""
+    from fsdp import build_model
+    from lm.hf import weights
+
+    settings = {"init_from": folder, "amp_dtype": "bfloat16", "max_seq_len": sum(DOCUMENTS)}
+    hp = read_with_model_defaults(settings)
+    shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
+    model = build_model(hp, world.device_mesh(shape), torch.bfloat16)
+    weights.read_directory(Path(folder), model)
+    tokens, targets, ids = pack()
+    with torch.no_grad():
+        packed = model(tokens, targets, ids).item()
+        alone = 0.0
+        for document in documents():
+            rows = document[None]
+            alone += model(rows[:, :-1], rows[:, 1:]).item()
+    return packed, alone
