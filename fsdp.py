@@ -75,6 +75,7 @@ from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import PendingFlags, World
 from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
+from lm.training.balance import ExpertBalance
 from lm.training.transfer import Transfer
 from lm.transformers_model import AnyModel, new_model
 from lm.units import format_bytes
@@ -252,6 +253,7 @@ class Trainer:
         self.optimizer = optim.Optimizer(
             hp.optim, self.model.named_parameters(), transfer, run.amp_dtype
         )
+        self.balance = ExpertBalance(self.model, world)
         self.scaler = precision.LossScaler(run.amp_dtype, world.device)
         self.spikes = skipping.SpikeFilter(hp.skipping, world.device)
         self.loader = Loader(
@@ -447,13 +449,15 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.world.device)
         n_statistics = len(self.objective.statistics)
         statistics = torch.zeros(n_statistics, dtype=torch.float64, device=self.world.device)
+        self.balance.start_step()
         for micro_batch in batch.micro_batches:
             is_last = micro_batch is batch.micro_batches[-1]
             parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
             losses = self.objective.losses(self.model, micro_batch)
-            (losses.loss_sum * (self.scaler.scale * mean_over_terms)).backward()
+            (losses.minimized * (self.scaler.scale * mean_over_terms)).backward()
             loss_sum += losses.loss_sum.detach()
             statistics += losses.statistics
+            self.balance.add(losses.routed)
         return Losses(loss_sum, statistics)
 
     def update_weights(self, batch: Batch, losses: Losses) -> None:
@@ -469,6 +473,7 @@ class Trainer:
         # A checkpoint's copy must be complete before the optimizer changes what it copies.
         self.checkpointer.protect_copy()
         self.optimizer.step(lr, divisor, skipped)
+        self.balance.end_step(skipped)
         self.optimizer.zero_grad()
         self.scaler.update(nonfinite)
         self.accumulator.add(
@@ -532,6 +537,7 @@ class Trainer:
         """Log the metrics since the last report; refuse too many consecutive skipped steps."""
         gc.collect()
         metrics, n_skipped = self.accumulator.report()
+        metrics |= self.balance.metrics()
         lr = optim.learning_rate(self.hp.optim, self.step - 1, self.run.max_steps)
         self.log_metrics("training", metrics | {"lr": lr})
         skipping.check_skipped(self.hp.skipping, self.step, n_skipped)

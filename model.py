@@ -5,7 +5,8 @@ ReLU feed-forward network. Other configurations are GPT-2 (GELU, tied embeddings
 Mistral and Phi-3 (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window), Qwen2 and Qwen3
 (biases on query, key and value; norms on query and key), OLMo 2 (norms after the sublayers), GLM-4
 (norms on both sides, half of a head rotated), Granite (multipliers), SmolLM3 and OLMo 3 (layers of
-two kinds) and Gemma 3 (GEGLU, scaled embeddings, norms and layers as these).
+two kinds), Gemma 3 (GEGLU, scaled embeddings, norms and layers as these), and OLMoE and Qwen3-MoE
+(mixtures of experts).
 
 Reading order: `ModelConfig` in lm/model_config.py, then `Transformer.forward` at the end, then what
 it uses, section by section: inputs of attention, rotary embedding, masks, layers, head and loss.
@@ -13,14 +14,15 @@ The module has no ranks, meshes or precision policies. A trainer reads the struc
 `Transformer.fsdp_units`, `Transformer.init_rule` and `ModelConfig.flops_per_token`.
 
 Shapes: B batch, T sequence length, S keys attended to (cached ones included), D d_model, H query
-heads, G key-value heads, K head_width, R rotary_width, F d_ff, V vocab_size.
+heads, G key-value heads, K head_width, R rotary_width, F d_ff, V vocab_size. In mixtures of experts
+N = B T tokens, E n_experts, and k experts_per_token.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -28,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from lm.grouped_mm import CopyToExperts, SumOverExperts, grouped_mm
 from lm.model_config import IGNORE_INDEX, AttentionKind, ModelConfig, Rope, RopeScaling
 
 # ---- inputs of attention
@@ -438,8 +441,128 @@ class FeedForward(nn.Module):
         return self.down_proj(F.gelu(x, approximate="tanh"))
 
 
+class RouterInputs(NamedTuple):
+    """Inputs of a layer's router besides the tokens."""
+
+    bias: Tensor | None
+    """`(E,)` float32, of the scores by which experts are chosen; None = 0"""
+    is_counted: Tensor | None
+    """`(B, T)`, the tokens that are counted; None = none are, outside of training"""
+
+
+class Routed(NamedTuple):
+    """What the router of a layer did, or in `Transformer` those of all."""
+
+    balance_loss: Tensor
+    """scalar, a sum like the loss of targets, float32; 0 without `router_balance: sequence`"""
+    counts: Tensor
+    """`(E,)` int64, or of all layers `(n_layers, E)`: how many of the tokens each expert has
+    processed"""
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer without bias of each expert."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        assert config.n_experts is not None
+        self.weight = nn.Parameter(torch.empty(config.n_experts, *config.ffn_shapes[name]))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return the product of each row, `(N k, out)`.
+
+        Args:
+            x: `(N k, in)`, ordered by expert.
+            ends: `(E,)`, where the rows of each expert end.
+        """
+        return grouped_mm(x, self.weight.mT, ends)
+
+
+class Experts(nn.Module):
+    """SwiGLU networks, of which a router chooses k for each token (Shazeer et al., 2017).
+
+    No token is dropped, whatever the router chooses. That experts process as many tokens each is
+    the aim of one of two methods of DeepSeek-V3 (2024), section 2.1.2. Both give the same result
+    on any number of ranks and with any micro-batches, which a loss of the tokens of a micro-batch,
+    as Switch Transformers' or Hugging Face's, does not: it is not a sum over tokens.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = make_linear(config, "router")
+        self.gate_proj = ExpertLinear(config, "gate_proj")
+        self.up_proj = ExpertLinear(config, "up_proj")
+        self.down_proj = ExpertLinear(config, "down_proj")
+
+    def forward(self, x: Tensor, inputs: RouterInputs) -> tuple[Tensor, Routed | None]:
+        """Return the sum of the outputs of each token's experts, `(B, T, D)`."""
+        c = self.config
+        tokens = x.flatten(0, 1)  # N D
+        # In float32: rounded to bfloat16, the scores of many experts would be equal.
+        logits = F.linear(tokens.float(), self.router.weight.float())  # N E
+        scores = logits.softmax(dim=-1) if c.router == "softmax" else logits.sigmoid()
+        chosen = self._choose(scores.detach(), inputs.bias)  # N k
+        weights = scores.gather(-1, chosen)
+        if c.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        y = self._feed(tokens, weights, chosen).view_as(x)
+        if inputs.is_counted is None:
+            return y, None
+        return y, self._count(scores, chosen, inputs.is_counted)
+
+    def _choose(self, scores: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the experts of each token, `(N, k)`."""
+        if bias is not None:
+            scores = scores + bias
+        return scores.topk(self.config.experts_per_token).indices
+
+    def _feed(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sum of the outputs of the `chosen` experts times their `weights`, `(N, D)`."""
+        k = self.config.experts_per_token
+        experts, order = chosen.flatten().sort(stable=True)  # N k
+        numbers = torch.arange(len(self.router.weight), device=chosen.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # E
+        positions = order.argsort()  # of the rows of each token
+        x = CopyToExperts.apply(tokens, order, positions, k)  # N k, D
+        hidden = F.silu(self.gate_proj(x, ends)) * self.up_proj(x, ends)  # N k, F
+        # Here they multiply fewer numbers than in the output.
+        hidden = hidden * weights.flatten().gather(0, order).to(x.dtype)[:, None]
+        y = self.down_proj(hidden, ends)  # N k, D
+        return cast(Tensor, SumOverExperts.apply(y, order, positions, k))
+
+    def _count(self, scores: Tensor, chosen: Tensor, is_counted: Tensor) -> Routed:
+        """Return how many tokens each expert has processed, and the balance loss.
+
+        The loss of a sequence of n tokens is the sum over experts of f P, equations 17 to 20. f is
+        the fraction of tokens that an expert processes, over k / E, which is even; P is the mean of
+        its part of the scores. Times n, they are summed over sequences.
+        """
+        c = self.config
+        counted = is_counted.float()  # B T
+        is_chosen = torch.zeros_like(scores).scatter(-1, chosen, 1.0)  # N E
+        counts = torch.einsum("bte,bt->be", is_chosen.unflatten(0, counted.shape), counted)
+        loss = counts.new_zeros(())
+        if c.router_balance == "sequence":
+            parts = scores / scores.sum(dim=-1, keepdim=True)  # N E
+            part_sums = torch.einsum("bte,bt->be", parts.unflatten(0, counted.shape), counted)
+            n_tokens = counted.sum(dim=-1).clamp(min=1)  # B
+            even = n_tokens * c.experts_per_token / scores.shape[-1]  # tokens of each expert
+            loss = c.balance_rate * (counts * part_sums).sum(dim=-1).div(even).sum()
+        return Routed(loss, counts.long().sum(dim=0))
+
+
+class BlockOutput(NamedTuple):
+    """What a block computes."""
+
+    x: Tensor
+    """`(B, T, D)`, the residual stream"""
+    routed: Routed | None
+    """None = without experts, or outside of training"""
+
+
 class Block(nn.Module):
-    """Transformer block: attention, then a feed-forward network.
+    """Transformer block: attention, then a feed-forward network, or a mixture of them.
 
     Each has a norm, of its input or of its output or both, and is added to the residual stream.
     """
@@ -454,11 +577,20 @@ class Block(nn.Module):
         if config.norm_placement == "both":
             self.attention_output_norm = make_norm(config)
         self.ffn_norm = make_norm(config)
-        self.ffn = FeedForward(config)
+        if config.n_experts is None:
+            self.ffn = FeedForward(config)
+        else:
+            self.ffn = Experts(config)
         if config.norm_placement == "both":
             self.ffn_output_norm = make_norm(config)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        inputs: AttentionInputs,
+        cache: KVCache | None = None,
+        router_inputs: RouterInputs | None = None,
+    ) -> BlockOutput:
         if self.placement == "post":
             attended = self.attention_norm(self.attention(x, inputs, cache))
         else:
@@ -466,13 +598,20 @@ class Block(nn.Module):
         if self.placement == "both":
             attended = self.attention_output_norm(attended)
         x = self._add(x, attended)
-        if self.placement == "post":
-            fed = self.ffn_norm(self.ffn(x))
+        ffn_input = x
+        if self.placement != "post":
+            ffn_input = self.ffn_norm(x)
+        routed = None
+        if isinstance(self.ffn, Experts):
+            assert router_inputs is not None
+            fed, routed = self.ffn(ffn_input, router_inputs)
         else:
-            fed = self.ffn(self.ffn_norm(x))
-        if self.placement == "both":
+            fed = self.ffn(ffn_input)
+        if self.placement == "post":
+            fed = self.ffn_norm(fed)
+        elif self.placement == "both":
             fed = self.ffn_output_norm(fed)
-        return self._add(x, fed)
+        return BlockOutput(self._add(x, fed), routed)
 
     def _add(self, x: Tensor, output: Tensor) -> Tensor:
         """Return the residual stream `x` with the output of a sublayer."""
@@ -798,8 +937,19 @@ class InitRule(NamedTuple):
     """the constant, the standard deviation, or the bound of -bound .. bound"""
 
 
+class RoutedLoss(NamedTuple):
+    """The loss of a mixture of experts in training."""
+
+    loss_sum: Tensor
+    """of the targets, as without experts"""
+    routed: Routed
+    """of all layers; its `balance_loss` is to be minimized, too"""
+
+
 class Transformer(nn.Module):
     """Decoder-only language model."""
+
+    router_bias: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -808,6 +958,11 @@ class Transformer(nn.Module):
         """of each layer"""
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        router_bias = None
+        if config.n_experts is not None and config.router_balance == "bias":
+            router_bias = torch.zeros(config.n_layers, config.n_experts)
+        self.register_buffer("router_bias", router_bias)
+        """of each layer, see `RouterInputs`; moved between steps, and in every checkpoint"""
         self.head = Head(config)
 
     def forward(
@@ -819,7 +974,7 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         mask: Tensor | None = None,
         queries: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | RoutedLoss:
         """Return the loss, the scores of targets, the next token's logits, or all logits.
 
         Args:
@@ -841,8 +996,9 @@ class Transformer(nn.Module):
             With `queries`: of each target its log-probability in nats, which has a gradient, and
             1.0 if no token is more likely, else 0.0, `(2, N)` float32. With `targets` alone: the
             sum of -log p(target) in nats, a float32 scalar. It is a sum, so that ranks and
-            micro-steps can be averaged exactly. With `cache`: the logits after the last token,
-            `(B, V)`. Otherwise all logits, `(B, T, V)`.
+            micro-steps can be averaged exactly. While a mixture of experts trains, it is in a
+            `RoutedLoss`. With `cache`: the logits after the last token, `(B, V)`. Otherwise all
+            logits, `(B, T, V)`.
 
         Raises:
             ValueError: the tokens, with those cached, are longer than `max_seq_len`.
@@ -878,15 +1034,38 @@ class Transformer(nn.Module):
         for kind in dict.fromkeys(self.attention_kinds):
             mask_of_kind = masks[kind.sliding_window]
             inputs[kind] = self._attention_inputs(kind, x, position_ids, mask_of_kind)
-        for block, kind in zip(self.blocks, self.attention_kinds, strict=True):
-            x = block(x, inputs[kind], cache)
+        is_counted = None
+        if self.training and targets is not None and queries is None:
+            is_counted = targets != IGNORE_INDEX
+        router_inputs = self._router_inputs(is_counted, x.device)
+        routed: list[Routed] = []  # by layer
+        layers = zip(self.blocks, self.attention_kinds, router_inputs, strict=True)
+        for block, kind, router_inputs_here in layers:
+            x, routed_here = block(x, inputs[kind], cache, router_inputs_here)
+            if routed_here is not None:
+                routed.append(routed_here)
         if cache is not None:
             cache.length = end
             x = x[:, -1]  # B D
         tied = None
         if c.tie_embeddings:
             tied = self.embedding.tokens.weight
-        return self.head(x, targets, tied, queries)
+        output = self.head(x, targets, tied, queries)
+        if not routed:
+            return output
+        losses, counts = zip(*routed, strict=True)
+        return RoutedLoss(output, Routed(torch.stack(losses).sum(), torch.stack(counts)))
+
+    def _router_inputs(
+        self, is_counted: Tensor | None, device: torch.device
+    ) -> Sequence[RouterInputs | None]:
+        """Return the inputs of each layer's router; None = it has none."""
+        if self.config.n_experts is None:
+            return [None] * len(self.blocks)
+        if self.router_bias is None:
+            return [RouterInputs(None, is_counted)] * len(self.blocks)
+        biases = self.router_bias.to(device)  # with `cpu_offload` it is on the host
+        return [RouterInputs(bias, is_counted) for bias in biases.unbind()]
 
     def _attention_inputs(
         self,

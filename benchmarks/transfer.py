@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lm import config
 from lm.config import Hyperparameters
@@ -180,8 +181,9 @@ class Run:
         """Return the mean absolute output of each block, then of the head, in validation."""
         found: list[float] = []
 
-        def record(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            found.append(output.abs().mean().item())
+        def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            activations = tree_leaves(output)[0]  # of a block the first one of several
+            found.append(activations.abs().mean().item())
 
         hooks = [block.register_forward_hook(record) for block in self.model.blocks]
         hooks.append(self.model.head.register_forward_hook(record))

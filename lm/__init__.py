@@ -19,7 +19,7 @@
 1  model.py, lm.runtime, lm.determined           the model; the ranks; the master
 1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
 0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows
-0  lm.model_config, lm.strict_yaml, lm.units
+0  lm.model_config, lm.strict_yaml, lm.units, lm.grouped_mm
    lm.errors, lm.fields, lm.presets               import nothing of ours
 
 Imports go down only, and parts on one floor do not import each other. A name is a module or a

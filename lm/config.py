@@ -726,6 +726,7 @@ def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
         *_find_problems_of_pairs(hp),
         *_find_problems_of_adapters(hp),
         *_find_problems_of_transformers(hp),
+        *_find_problems_of_experts(hp),
     ]
     if problems:
         raise ConfigError(*(f"{draft.label(key)}: {problem}" for key, problem in problems))
@@ -762,6 +763,28 @@ def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, s
             problem = "scales rates together with initial weights, but init_from loads others"
             remedy = "to train from scratch remove init_from, to fine-tune remove"
             yield key, f"{problem}; {remedy} {key}"
+
+
+def _find_problems_of_experts(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys that do not fit to a mixture of experts of model.py, with the reason."""
+    if isinstance(hp.model, TransformersConfig) or hp.model.n_experts is None:
+        return
+    mixture = f"a mixture (n_experts: {hp.model.n_experts})"
+    if hp.precision.float8:
+        yield "float8", f"{mixture} has no products of groups of rows in float8; remove float8"
+    for key in TransferConfig.model_fields:
+        if getattr(hp.transfer, key) is not None:
+            problem = f"how the rates of {mixture} scale with its size is not derived"
+            yield key, f"{problem}; remove {key}"
+    if hp.optim.optimizer == "muon":
+        yield "optimizer", f"muon does not orthogonalize the experts of {mixture}; use adamw"
+    exported = "python -m lm.hf export, and set init_from to the directory"
+    if hp.lora.lora_rank is not None:
+        problem = f"{mixture} is pretrained without adapters; to fine-tune it, export it with"
+        yield "lora_rank", f"{problem} {exported}"
+    if hp.objective.of_pairs:
+        problem = f"{mixture} is pretrained on text; to prefer replies, export it with"
+        yield "objective", f"{problem} {exported}"
 
 
 def _find_problems_of_pairs(hp: Hyperparameters) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from lm.fields import Config, Fixed, Logged, Varied
+from lm.fields import Config, Fixed, Logged, Needs, Varied
 from lm.presets import PRESETS
 
 MAX_LAYERS = 2**12
@@ -218,7 +218,8 @@ class ModelConfig(Config, frozen=True):
         None,
         gt=0,
         le=2**24,
-        description="feed-forward width; null = 4 d_model, or Llama's rule with a gate",
+        description="feed-forward width, of each expert with n_experts; null = 4 d_model, or"
+        " Llama's rule with a gate",
     )
     norm: Fixed[Literal["layernorm", "rmsnorm", "rmsnorm-centered"]] = Field(
         "layernorm",
@@ -265,6 +266,45 @@ class ModelConfig(Config, frozen=True):
         description="linear layers with a bias (the head has none); qkv = query, key and value"
         " (Qwen2), attention = these and the output of attention",
     )
+    n_experts: Fixed[int | None] = Field(
+        None,
+        gt=1,
+        le=2**14,
+        description="feed-forward networks per layer, of which a router chooses some for each"
+        " token; null = one, without a router",
+        json_schema_extra={"aliases": ["num_experts", "num_local_experts", "n_routed_experts"]},
+    )
+    experts_per_token: Annotated[Fixed[int], Needs("n_experts")] = Field(
+        2,
+        gt=0,
+        description="experts that process a token",
+        json_schema_extra={"aliases": ["num_experts_per_tok"]},
+    )
+    router: Annotated[Fixed[Literal["softmax", "sigmoid"]], Needs("n_experts")] = Field(
+        "softmax",
+        description="how scores follow from the router's logits: softmax (OLMoE, Qwen3), or sigmoid"
+        " (DeepSeek-V3)",
+        json_schema_extra={"aliases": ["scoring_func"]},
+    )
+    norm_topk_prob: Annotated[Fixed[bool], Needs("n_experts")] = Field(
+        True,
+        description="divide the scores of a token's experts by their sum; OLMoE does not",
+    )
+    router_balance: Annotated[Fixed[Literal["none", "sequence", "bias"]], Needs("n_experts")] = (
+        Field(
+            "sequence",
+            description="what lets experts process as many tokens each: sequence = a loss of each"
+            " sequence, bias = a bias of the scores by which experts are chosen, moved after each"
+            " step (DeepSeek-V3)",
+        )
+    )
+    router_balance_rate: Annotated[Logged[float | None], Needs("n_experts")] = Field(
+        None,
+        gt=0,
+        description="factor of the loss of router_balance, null = 0.01; or step of its bias, null ="
+        " 0.001",
+        json_schema_extra={"aliases": ["router_aux_loss_coef", "aux_loss_alpha"]},
+    )
     tie_embeddings: Fixed[bool] = Field(
         False, description="use the token embedding as the output matrix"
     )
@@ -308,7 +348,11 @@ class ModelConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_structure(self) -> ModelConfig:
-        problems = [*self._find_problems_of_heads(), *self._find_problems_of_positions()]
+        problems = [
+            *self._find_problems_of_heads(),
+            *self._find_problems_of_positions(),
+            *self._find_problems_of_experts(),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -356,6 +400,18 @@ class ModelConfig(Config, frozen=True):
                 remedy = f"use {original} or less, or set rope_scaling to linear or yarn"
                 yield f"max_seq_len: {problem}, as far as dynamic is supported; {remedy}"
 
+    def _find_problems_of_experts(self) -> Iterator[str]:
+        if self.n_experts is None:
+            return
+        if self.experts_per_token > self.n_experts:
+            yield f"experts_per_token: {self.experts_per_token} exceeds n_experts {self.n_experts}"
+        if self.ffn != "swiglu":
+            yield f"ffn: {self.ffn} has no experts (n_experts: {self.n_experts}); use swiglu"
+        if self.has_bias("up_proj"):
+            yield f"bias: {self.bias}: experts have none; use none, qkv or attention"
+        if self.router_balance == "none" and self.router_balance_rate is not None:
+            yield "router_balance_rate: not used (router_balance: none); remove it"
+
     @property
     def head_width(self) -> int:
         """`head_dim`, else d_model / n_heads."""
@@ -395,7 +451,7 @@ class ModelConfig(Config, frozen=True):
 
     @property
     def ffn_width(self) -> int:
-        """Inner width of the feed-forward network: `d_ff`, else 4 d_model.
+        """Inner width of the feed-forward network, or of an expert: `d_ff`, else 4 d_model.
 
         With a gate Llama takes two thirds of it, rounded up to a multiple of 256: three matrices
         then have as many weights as two of the full width.
@@ -414,9 +470,10 @@ class ModelConfig(Config, frozen=True):
     def structure(self) -> dict[str, Any]:
         """Return the hyperparameters that weights depend on, with defaults filled in.
 
-        Excludes `model`, `dropout` and `max_seq_len`, and `n_positions` without a learned table.
+        Excludes `model`, `dropout`, `max_seq_len` and `router_balance_rate`, and `n_positions`
+        without a learned table.
         """
-        excluded = {"model", "dropout", "max_seq_len", "n_positions"}
+        excluded = {"model", "dropout", "max_seq_len", "router_balance_rate", "n_positions"}
         derived = {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads, "head_dim": self.head_width}
         if self.positions == "learned":
             derived["n_positions"] = self.context_length
@@ -429,9 +486,24 @@ class ModelConfig(Config, frozen=True):
         q = self.n_heads * self.head_width
         kv = self.kv_heads * self.head_width
         shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
+        if self.n_experts is not None:
+            return shapes | {"router": (self.n_experts, d)}
+        return shapes | self.ffn_shapes
+
+    @property
+    def ffn_shapes(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of a feed-forward network, or of each expert, as `layer_shapes`."""
+        shapes: dict[str, tuple[int, int]] = {}
         if self.has_gate:
-            shapes["gate_proj"] = (self.ffn_width, d)
-        return shapes | {"up_proj": (self.ffn_width, d), "down_proj": (d, self.ffn_width)}
+            shapes["gate_proj"] = (self.ffn_width, self.d_model)
+        shapes["up_proj"] = (self.ffn_width, self.d_model)
+        shapes["down_proj"] = (self.d_model, self.ffn_width)
+        return shapes
+
+    @property
+    def expert_size(self) -> int:
+        """Number of weights of an expert."""
+        return sum(out * inner for out, inner in self.ffn_shapes.values())
 
     def has_bias(self, layer: str) -> bool:
         """Return whether the linear layer of this name has a bias."""
@@ -439,6 +511,8 @@ class ModelConfig(Config, frozen=True):
             return self.bias in ("qkv", "attention", "all")
         if layer == "o_proj":
             return self.bias in ("attention", "all")
+        if layer == "router":
+            return False
         return self.bias in ("ffn", "all")
 
     @property
@@ -455,8 +529,11 @@ class ModelConfig(Config, frozen=True):
         if not self.tie_embeddings:
             head += self.vocab_size * d
 
+        block = 0
+        if self.n_experts is not None:
+            block = self.n_experts * self.expert_size
         n_norms = 4 if self.norm_placement == "both" else 2
-        block = n_norms * norm
+        block += n_norms * norm
         for layer, (out, inner) in self.layer_shapes.items():
             block += out * inner
             if self.has_bias(layer):
@@ -467,6 +544,23 @@ class ModelConfig(Config, frozen=True):
             block += (self.n_heads + self.kv_heads) * self.head_width
         return embedding + self.n_layers * block + head
 
+    @property
+    def n_active_parameters(self) -> int:
+        """Number of parameters that process a token: all but those of other experts."""
+        n_others = 0
+        if self.n_experts is not None:
+            n_others = self.n_experts - self.experts_per_token
+        return self.n_parameters - self.n_layers * n_others * self.expert_size
+
+    @property
+    def balance_rate(self) -> float:
+        """`router_balance_rate`: that of Switch Transformers, or of DeepSeek-V3's bias."""
+        if self.router_balance_rate is not None:
+            return self.router_balance_rate
+        if self.router_balance == "bias":
+            return 0.001
+        return 0.01
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs per token of forward and backward over sequences of `seq_len` tokens.
 
@@ -474,9 +568,12 @@ class ModelConfig(Config, frozen=True):
         that in backward (for the gradients of both): six FLOPs per weight. The head is a product,
         the embedding a lookup. Attention has two more products per key that a query attends to, for
         its score and for its value, with K numbers in each of H heads: 12 H K FLOPs per key.
-        Recomputation is not counted. Source: Chowdhery et al., PaLM (2022), appendix B.
+        Of a mixture, a token's weights are those of its experts. Recomputation is not counted.
+        Source: Chowdhery et al., PaLM (2022), appendix B.
         """
         in_block = sum(out * inner for out, inner in self.layer_shapes.values())
+        if self.n_experts is not None:
+            in_block += self.experts_per_token * self.expert_size
         weights = self.n_layers * in_block + self.vocab_size * self.d_model
         return 6 * weights + self.attention_flops_per_token(seq_len)
 

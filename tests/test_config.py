@@ -649,6 +649,11 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "eval_rate": (10, {"eval_tasks": ["x"]}),
     "eval_limit": (10, {"eval_tasks": ["x"]}),
     "torch_profiler_steps": ([0, 1, 3], {"torch_profiler": True}),
+    "experts_per_token": (1, {"n_experts": 2}),
+    "router": ("sigmoid", {"n_experts": 2}),
+    "norm_topk_prob": (False, {"n_experts": 2}),
+    "router_balance": ("none", {"n_experts": 2}),
+    "router_balance_rate": (0.5, {"n_experts": 2}),
 }
 """Keys that are read with another one only: a value, and a value of the other one."""
 
@@ -664,6 +669,7 @@ def test_key_that_nothing_reads_is_refused_or_dropped(
     value, other = READ_WITH[key]
     (needed,) = other
     common = {"dataset": "jsonl", "init_from": "x", "vocab_size": 64}
+    common |= {"ffn": "swiglu", "bias": "none"}
     both = {"hyperparameters": common | other | {key: value}}
     config.read_hyperparameters(both, [], "exp.yaml")
     with pytest.raises(ConfigError, match=f"^exp.yaml: {key}: needs {needed}") as refused:

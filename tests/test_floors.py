@@ -89,6 +89,7 @@ def test_model_imports_nothing_of_ours() -> None:
         "torch",
         "collections",
         "functools",
+        "lm.grouped_mm",
         "lm.model_config",
     }
     assert "distributed" not in modules

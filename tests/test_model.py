@@ -20,6 +20,7 @@ from model import (
     IGNORE_INDEX,
     AttentionInputs,
     Block,
+    BlockOutput,
     KVCache,
     LinearCrossEntropy,
     ModelConfig,
@@ -625,11 +626,9 @@ def flex_masks(monkeypatch: pytest.MonkeyPatch) -> list[AttentionInputs]:
     received: list[AttentionInputs] = []
     forward = Block.forward
 
-    def record(
-        block: Block, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None
-    ) -> Tensor:
+    def record(block: Block, x: Tensor, inputs: AttentionInputs, *others: Any) -> BlockOutput:
         received.append(inputs)
-        return forward(block, x, inputs, cache)
+        return forward(block, x, inputs, *others)
 
     monkeypatch.setattr(Block, "forward", record)
     return received

@@ -89,6 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "d_ff": 50,
     },  # dimensions that are not divisible by the ranks
     "windowed": LLAMA_STYLE | {"sliding_window": 5},
+    "mixture": LLAMA_STYLE | {"n_experts": 3, "d_ff": 24, "router_balance": "none"},
     "two-kinds": LLAMA_STYLE | {"layer_pattern": [{"sliding_window": 5}, {"rope": False}]},
 }
 DROPOUT: dict[str, dict[str, Any]] = {

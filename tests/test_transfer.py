@@ -22,7 +22,7 @@ from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import optim, parallelize
 from lm.training.transfer import Scale, Transfer
-from model import ModelConfig, Transformer
+from model import BlockOutput, ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, state_of
 from tests.support.hyperparameters import EXACT_RUN, LLAMA_STYLE, TINY, named_keys
 from tests.support.parallelism import STRATEGIES
@@ -245,8 +245,8 @@ def final_activations(width: int, **changes: Any) -> float:
     train(model, optimizer)
     found: list[float] = []
 
-    def record(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        found.append(output.abs().mean().item())
+    def record(_module: nn.Module, _inputs: Any, output: BlockOutput) -> None:
+        found.append(output.x.abs().mean().item())
 
     model.blocks[-1].register_forward_hook(record)
     model(batch(9)[0])

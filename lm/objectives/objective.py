@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lm.data.loader import MicroBatch, PairBatch
 from lm.transformers_model import AnyModel
+from model import Routed, RoutedLoss
 
 
 class Losses(NamedTuple):
@@ -23,6 +24,15 @@ class Losses(NamedTuple):
     """of the terms: a scalar, with gradients"""
     statistics: Tensor
     """sums over the terms of what is reported besides, `(n,)` float64"""
+    routed: Routed | None = None
+    """of a mixture of experts that trains"""
+
+    @property
+    def minimized(self) -> Tensor:
+        """The sum of what is minimized: the loss, and that of a mixture's balance."""
+        if self.routed is None:
+            return self.loss_sum
+        return self.loss_sum + self.routed.balance_loss
 
 
 class Objective(ABC):
@@ -45,5 +55,7 @@ class NextToken(Objective):
 
     def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         assert isinstance(micro_batch, MicroBatch)
-        loss_sum = model(*micro_batch)
-        return Losses(loss_sum, loss_sum.new_empty(0))
+        output = model(*micro_batch)
+        if isinstance(output, RoutedLoss):
+            return Losses(output.loss_sum, output.loss_sum.new_empty(0), output.routed)
+        return Losses(output, output.new_empty(0))

@@ -296,7 +296,7 @@ def _step(
         is_last = number == n_micro_batches - 1
         parallelize.start_micro_step(model, hp.parallel, is_last)
         live.start_phase(FORWARD)
-        loss, _ = objective.losses(model, micro_batch)
+        loss = objective.losses(model, micro_batch).minimized
         live.start_phase(BACKWARD_OF_LAST)
         (loss * scaler.scale).backward()
         del loss
@@ -317,8 +317,9 @@ def _pair_of(tokens: Tensor) -> PairBatch:
 def _watch_backward(model: AnyModel, live: LiveBytes) -> None:
     """Let the phases of `live` change where the gradients of blocks exist."""
 
-    def watch(phase: str, _block: nn.Module, _inputs: Any, output: Tensor) -> None:
-        output.register_hook(lambda _gradient: live.start_phase(phase))
+    def watch(phase: str, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        x = tree_leaves(output)[0]  # of model.py the first one of several
+        x.register_hook(lambda _gradient: live.start_phase(phase))
 
     starts = {len(model.blocks) - 3: BACKWARD_OF_MIDDLE, 1: BACKWARD_OF_FIRST}
     for last_block, phase in starts.items():

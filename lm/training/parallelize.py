@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -129,33 +129,43 @@ SAVE_OPS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
+    torch.ops.lm.grouped_mm.default,
+    torch.ops.aten.topk.default,
 }
 """Operators whose outputs selective activation checkpointing saves.
 
 They take most of the time, or, as the maxima for the scales of float8, little memory.
 """
+CHOICES = {torch.ops.aten.topk.default}
+"""Operators whose outputs are saved in any case: with other rounding, a token's experts could be
+others in backward than in forward."""
 
 
 def apply_activation_checkpointing(model: AnyModel, mode: Literal["selective", "full"]) -> None:
     """Let each block recompute in backward what `mode` does not save."""
+    has_experts = isinstance(model, Transformer) and model.config.n_experts is not None
     for block in model.blocks:
-        block.forward = partial(checkpoint_function(mode), block.forward)
+        block.forward = partial(checkpoint_function(mode, has_experts), block.forward)
 
 
-def checkpoint_function(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
+def checkpoint_function(
+    mode: Literal["selective", "full"], has_experts: bool
+) -> Callable[..., Any]:
     """Return `torch.utils.checkpoint.checkpoint` with the options of `mode`."""
-    if mode == "full":
+    if mode == "full" and not has_experts:
         return partial(checkpoint, use_reentrant=False)
-    options: dict[str, Any] = {
-        "context_fn": partial(create_selective_checkpoint_contexts, _save_policy)
-    }
+    saved = SAVE_OPS if mode == "selective" else CHOICES
+    policy = partial(_save_policy, saved)
+    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
     if OFFLOADS_SELECTED:
         options["respect_saved_tensors_hooks"] = True
     return partial(checkpoint, use_reentrant=False, **options)
 
 
-def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if op in SAVE_OPS:
+def _save_policy(
+    saved: Collection[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    if op in saved:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -259,6 +269,8 @@ def initialize_parameters(model: AnyModel, seed: int, transfer: Transfer = UNSCA
     A parameter is divided along its first dimension into chunks with a seed each. A rank draws the
     chunks that overlap its shard, so the values do not depend on the sharding.
     """
+    if isinstance(model, Transformer) and model.router_bias is not None:
+        model.router_bias.zero_()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue  # the base of adapters, which is read from `init_from`

@@ -1,0 +1,461 @@
+"""Mixtures of experts train as a loop over tokens does, and as transformers, on any ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+
+from lm import config
+from lm.errors import ConfigError
+from lm.grouped_mm import grouped_mm
+from lm.training import parallelize
+from model import (
+    IGNORE_INDEX,
+    Experts,
+    ModelConfig,
+    RoutedLoss,
+    RouterInputs,
+    Transformer,
+)
+from tests.support.hyperparameters import LLAMA_STYLE, TINY
+from tests.support.parallelism import EQUIVALENT_OPTIONS, PARITY_RUN, train_each
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
+    checkpoints_by_step,
+    read_exact_metrics,
+    read_reports,
+    run_fsdp,
+)
+
+MIXTURE = LLAMA_STYLE | {"n_experts": 5, "experts_per_token": 2, "d_ff": 24}
+
+
+def new_config(**changes: Any) -> ModelConfig:
+    return ModelConfig.model_validate(TINY | MIXTURE | changes)
+
+
+def new_mixture(**changes: Any) -> Transformer:
+    """A mixture whose routers have scores that differ as much as trained ones."""
+    model = Transformer(new_config(**changes))
+    parallelize.initialize_parameters(model, seed=7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.weight"):
+                parameter.mul_(50)
+    return model
+
+
+def random_tokens(seed: int = 0, n_rows: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(TINY["vocab_size"], (n_rows, TINY["max_seq_len"] + 1), generator=generator)
+
+
+# ---- the operator
+
+
+def loop(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """What `grouped_mm` computes."""
+    groups = list(zip([0, *ends.tolist()], ends.tolist(), strict=False))
+    if b.dim() == 3:
+        return torch.cat([a[start:end] @ b[i] for i, (start, end) in enumerate(groups)])
+    return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(("inner", "out"), [(16, 24), (10, 6), (16, 6)])
+def test_grouped_mm_equals_a_loop(dtype: str, inner: int, out: int) -> None:
+    """Also where PyTorch's has no kernel, and with groups without rows."""
+    generator = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "requires_grad": True}
+    ends = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+    a = torch.randn(20, inner, generator=generator).to(options["dtype"]).requires_grad_()
+    w = torch.randn(4, out, inner, generator=generator).to(options["dtype"]).requires_grad_()
+    rtol = 1e-5 if options["dtype"].itemsize > 2 else 1e-2
+    found = grouped_mm(a, w.mT, ends)
+    expected = loop(a, w.mT, ends)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
+    gradients = torch.autograd.grad(found.sum(), (a, w))  # of which the first one is expanded
+    expected_gradients = torch.autograd.grad(expected.sum(), (a, w))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=rtol, atol=rtol)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(grouped_mm, (a, w.mT, ends), test_utils=tests)
+    torch.library.opcheck(grouped_mm, (a.mT, loop(a, w.mT, ends), ends), test_utils=tests)
+
+
+# ---- the layer
+
+
+def feed_each_token(layer: Experts, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of `layer` for `x` `(B, T, D)`, a token at a time."""
+    c = layer.config
+    logits = F.linear(x.float(), layer.router.weight.float())
+    scores = logits.softmax(-1) if c.router == "softmax" else logits.sigmoid()
+    outputs: list[Tensor] = []
+    for token, its_scores in zip(x.flatten(0, 1), scores.flatten(0, 1), strict=True):
+        preferred = its_scores if bias is None else its_scores + bias
+        chosen = preferred.argsort(descending=True)[: c.experts_per_token].tolist()
+        total = sum(its_scores[e] for e in chosen) if c.norm_topk_prob else 1
+        output = torch.zeros_like(token)
+        for e in chosen:
+            gate = layer.gate_proj.weight[e] @ token
+            up = layer.up_proj.weight[e] @ token
+            expert_output = layer.down_proj.weight[e] @ (F.silu(gate) * up)
+            output = output + its_scores[e] / total * expert_output
+        outputs.append(output)
+    return torch.stack(outputs).view_as(x)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_equals_a_loop_over_tokens(router: str, norm_topk_prob: bool, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = Experts(new_config(router=router, norm_topk_prob=norm_topk_prob)).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 9, TINY["d_model"], dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(5) if has_bias else None
+    found, routed = layer(x, RouterInputs(bias, None))
+    assert routed is None
+    expected = feed_each_token(layer, x, bias)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    inputs = (x, *layer.parameters())
+    weights = torch.randn_like(x)
+    gradients = torch.autograd.grad((found * weights).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_balance_loss_is_that_of_each_sequence(router: str) -> None:
+    """Equations 17 to 20 of DeepSeek-V3, over the tokens that have targets."""
+    torch.manual_seed(0)
+    c = new_config(router=router, router_balance_rate=0.3)
+    layer = Experts(c)
+    torch.nn.init.normal_(layer.router.weight)
+    x = torch.randn(3, 9, TINY["d_model"])
+    is_counted = torch.ones(3, 9, dtype=torch.bool)
+    is_counted[1, 4:] = False
+    is_counted[2] = False
+    _, routed = layer(x, RouterInputs(None, is_counted))
+    assert routed is not None
+
+    expected = torch.zeros(())
+    counts = torch.zeros(5, dtype=torch.int64)
+    for sequence, n_tokens in zip(x, [9, 4, 0], strict=True):
+        logits = layer.router(sequence[:n_tokens])
+        scores = logits.softmax(-1) if router == "softmax" else logits.sigmoid()
+        chosen = scores.topk(2).indices
+        counts += chosen.flatten().bincount(minlength=5)
+        parts = scores / scores.sum(-1, keepdim=True)
+        for e in range(5 if n_tokens else 0):
+            f = 5 / (2 * n_tokens) * (chosen == e).sum()
+            expected = expected + n_tokens * 0.3 * f * parts[:, e].mean()
+    torch.testing.assert_close(routed.balance_loss, expected)
+    assert torch.equal(routed.counts, counts)
+
+
+def test_only_training_counts() -> None:
+    model = new_mixture()
+    tokens = random_tokens()
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :5] = IGNORE_INDEX
+    trained = model(inputs, targets)
+    assert isinstance(trained, RoutedLoss)
+    n_targets = targets.numel() - 5
+    assert trained.routed.counts.sum(1).tolist() == [2 * n_targets] * 2
+    validated = model.eval()(inputs, targets)
+    assert torch.equal(validated, trained.loss_sum)
+
+
+# ---- as transformers
+
+
+def copy_to_transformers(model: Transformer, network: Any) -> dict[str, str]:
+    """Copy the weights of `model`; return its names by those of `network`."""
+    renamed = {
+        "model.layers.": "blocks.",
+        "model.embed_tokens": "embedding.tokens",
+        "lm_head": "head.output",
+        "model.norm": "head.norm",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn": "attention",
+        "mlp.gate.": "ffn.router.",
+        "mlp.experts.gate_up_proj": "ffn.gate_proj.weight",
+        "mlp.experts.down_proj": "ffn.down_proj.weight",
+    }
+    names: dict[str, str] = {}
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for their_name, parameter in network.named_parameters():
+            name = their_name
+            for old, new in renamed.items():
+                name = name.replace(old, new)
+            names[their_name] = name
+            values = own[name]
+            if "gate_up_proj" in their_name:
+                values = torch.cat([values, own[name.replace("gate", "up")]], dim=1)
+            parameter.copy_(values)
+    return names
+
+
+FAMILIES = {
+    "olmoe": {"qk_norm": "projection", "norm_topk_prob": False},
+    "qwen3_moe": {"qk_norm": "head", "norm_topk_prob": True},
+}
+
+
+def new_network(model_type: str, c: ModelConfig) -> Any:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.AutoConfig.for_model(
+        model_type,
+        hidden_size=c.d_model,
+        num_attention_heads=c.n_heads,
+        num_hidden_layers=c.n_layers,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_width,
+        vocab_size=c.vocab_size,
+        intermediate_size=c.d_ff,
+        moe_intermediate_size=c.d_ff,
+        num_experts=c.n_experts,
+        num_experts_per_tok=c.experts_per_token,
+        norm_topk_prob=c.norm_topk_prob,
+        rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=False,
+        pad_token_id=None,
+    )
+    return transformers.AutoModelForCausalLM.from_config(settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_training_equals_that_of_transformers(model_type: str) -> None:
+    model = new_mixture(router_balance="none", **FAMILIES[model_type])
+    network = new_network(model_type, model.config)
+    names = copy_to_transformers(model, network)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    theirs = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    for step in range(20):
+        tokens = random_tokens(step)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        logits = network(inputs).logits
+        if step == 0:
+            torch.testing.assert_close(model(inputs), logits, rtol=1e-5, atol=1e-5)
+        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        expected.backward()
+        loss = model(inputs, targets).loss_sum / targets.numel()
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        if step == 0:
+            own = dict(model.named_parameters())
+            for their_name, parameter in network.named_parameters():
+                gradient = own[names[their_name]].grad
+                assert gradient is not None
+                their_gradient = parameter.grad
+                if gradient.dim() == 3:  # the rows of the gate are followed by others
+                    their_gradient = parameter.grad[:, : gradient.shape[1]]
+                torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# ---- recomputation, compilation, generation
+
+
+class OperatorCounts(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients_of(model: Transformer) -> tuple[RoutedLoss, dict[str, Tensor]]:
+    tokens = random_tokens()
+    output = model(tokens[:, :-1], tokens[:, 1:])
+    (output.loss_sum + output.routed.balance_loss).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return output, gradients
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_routes_once(mode: Any) -> None:
+    expected, expected_gradients = gradients_of(new_mixture())
+    model = new_mixture()
+    parallelize.apply_activation_checkpointing(model, mode)
+    with OperatorCounts() as operators:
+        output, gradients = gradients_of(model)
+    assert torch.equal(output.routed.counts, expected.routed.counts)
+    assert operators.calls[torch.ops.aten.topk.default] == model.config.n_layers
+    assert operators.calls[torch.ops.aten.silu.default] == 2 * model.config.n_layers
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected_gradients[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "mode"), [("float32", "full"), ("bfloat16", "none")])
+@pytest.mark.filterwarnings("ignore")  # of the compiler, which meets its own
+def test_compiled_blocks_have_one_graph(dtype: str, mode: Any) -> None:
+    model = new_mixture(router_balance="bias").to(getattr(torch, dtype))
+    eager = new_mixture(router_balance="bias").to(getattr(torch, dtype))
+    if mode == "full":
+        parallelize.apply_activation_checkpointing(model, mode)
+    torch._dynamo.reset()
+    parallelize.compile_blocks(model, lambda block: torch.compile(block, fullgraph=True))
+    tolerance = 1e-5 if dtype == "float32" else 5e-2
+    for seed in range(3):
+        tokens = random_tokens(seed)
+        stance = "default" if seed == 0 else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            output = model(tokens[:, :-1], tokens[:, 1:])
+            output.loss_sum.backward()
+        expected = eager(tokens[:, :-1], tokens[:, 1:])
+        torch.testing.assert_close(output.loss_sum, expected.loss_sum, rtol=tolerance, atol=0)
+        assert model.router_bias is not None
+        model.router_bias += 0.1 * torch.randn_like(model.router_bias)  # other routes
+        assert eager.router_bias is not None
+        eager.router_bias.copy_(model.router_bias)
+
+
+def test_cached_generation_equals_the_full_forward_pass() -> None:
+    model = new_mixture().eval()
+    tokens = random_tokens(n_rows=2)[:, : TINY["max_seq_len"]]
+    full = model(tokens)
+    cache = model.new_cache(TINY["max_seq_len"])
+    found = [model(tokens[:, :7], cache=cache)]
+    found += [model(tokens[:, i : i + 1], cache=cache) for i in range(7, tokens.shape[1])]
+    torch.testing.assert_close(torch.stack(found, dim=1), full[:, 6:], rtol=1e-4, atol=1e-5)
+
+
+# ---- sizes
+
+
+def test_flops_are_those_of_the_experts_of_a_token() -> None:
+    c = new_config(router_balance="none")
+    model = Transformer(c).eval()  # in training, the products that count tokens are counted, too
+    parallelize.initialize_parameters(model, seed=7)
+    if torch.ops.lm.grouped_mm not in FlopCounterMode(display=False).flop_registry:
+
+        @register_flop_formula(torch.ops.lm.grouped_mm)
+        def _(a: Any, b: Any, *_args: Any, out_shape: Any = None, **_kwargs: Any) -> int:
+            del out_shape
+            return 2 * a[0] * a[1] * b[-1]
+
+    tokens = random_tokens()[:, :-1]
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
+        model(tokens, tokens).backward()
+    not_causal = 6 * c.n_layers * c.n_heads * c.head_width * tokens.shape[1]
+    expected = c.flops_per_token(tokens.shape[1]) + not_causal
+    assert counter.get_total_flops() == expected * tokens.numel()
+
+
+def test_active_parameters_are_those_of_the_experts_of_a_token() -> None:
+    c = new_config(experts_per_token=2)
+    assert c.n_parameters == sum(p.numel() for p in Transformer(c).parameters())
+    as_dense = new_config(n_experts=2, experts_per_token=2)
+    n_router_rows = c.n_layers * (5 - 2) * c.d_model
+    assert c.n_active_parameters == as_dense.n_parameters + n_router_rows
+    assert as_dense.n_active_parameters == as_dense.n_parameters
+
+
+# ---- runs
+
+BALANCED = PARITY_RUN | MIXTURE | {"n_experts": 3, "router_balance_rate": 0.1}
+RUNS: dict[str, dict[str, Any]] = {
+    **{name: EQUIVALENT_OPTIONS[name] for name in ("full-shard", "no-shard", "1x4", "recompute")},
+    "offload": EQUIVALENT_OPTIONS["offload"],
+}
+
+
+@pytest.mark.slow
+def test_balance_is_equal_on_any_ranks_and_micro_batches(tmp_path: Path) -> None:
+    """Also on more ranks than experts."""
+    expected: dict[int, dict[str, Any]] = {}
+    for n_ranks in (1, 2, 4):
+        directory = tmp_path / str(n_ranks)
+        directory.mkdir()
+        runs = RUNS if n_ranks == 2 else {"full-shard": RUNS["full-shard"]}
+        run_ranks(n_ranks, train_each, str(directory), runs, BALANCED)
+        for name in runs:
+            reports = read_reports(directory, name=name)
+            expected = expected or reports
+            for step, report in reports.items():
+                for key in ("loss", "grad_norm"):
+                    assert report[key] == pytest.approx(expected[step][key], rel=1e-5), name
+                for key in ("busiest_expert_percent", "idle_experts"):
+                    assert report[key] == expected[step][key], name
+
+
+def read_bias(folder: Path, step: int) -> Tensor:
+    """The bias of the routers in a run's checkpoint."""
+    for path in checkpoints_by_step(folder)[step].glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            if "router_bias" in tensors.keys():  # noqa: SIM118
+                return tensors.get_tensor("router_bias")
+    raise AssertionError(folder)
+
+
+@pytest.mark.slow
+def test_bias_is_equal_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
+    run = BALANCED | {"router_balance": "bias", "router_balance_rate": 0.01, "max_steps": 5}
+    for n_ranks in (1, 2):
+        run_fsdp(tmp_path / str(n_ranks), ranks=n_ranks, config=run, code=0)
+    bias = read_bias(tmp_path / "1", 5)
+    assert 0 < bias.abs().max() < 0.051  # 5 steps of 0.01, up or down
+    assert torch.equal(read_bias(tmp_path / "2", 5), bias)
+    resumed = tmp_path / "resumed"
+    run_fsdp(resumed, "max_steps=3", ranks=2, config=run, code=0)
+    run_fsdp(resumed, ranks=2, config=run, code=0)
+    assert read_exact_metrics(resumed) == read_exact_metrics(tmp_path / "2")
+    assert torch.equal(read_bias(resumed, 5), bias)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"experts_per_token": 6}, "experts_per_token"),
+        ({"ffn": "geglu"}, "ffn"),
+        ({"bias": "all"}, "bias"),
+        ({"router_balance": "none", "router_balance_rate": 0.1}, "router_balance_rate"),
+        ({"n_experts": None, "experts_per_token": 3}, "experts_per_token"),
+        ({"optimizer": "muon"}, "optimizer"),
+        ({"float8": "tensorwise"}, "float8"),
+        ({"base_width": 16}, "base_width"),
+        ({"base_depth": 1}, "base_depth"),
+        ({"lora_rank": 4, "init_from": "runs/a"}, "lora_rank"),
+        ({"objective": "dpo", "dataset": "jsonl", "init_from": "runs/a"}, "objective"),
+    ],
+)
+def test_bad_combinations_are_refused_in_one_line(changes: dict[str, Any], key: str) -> None:
+    values = TINY | MIXTURE | {"train_data": "a.jsonl", "tokenizer": "bytes"} | changes
+    if "dataset" not in changes:
+        del values["train_data"], values["tokenizer"]
+    with pytest.raises(ConfigError) as caught:
+        config.read_hyperparameters({"hyperparameters": values}, [], "test")
+    assert [problem for problem in caught.value.problems if f" {key}: " in f" {problem}"]
+    assert all("\n" not in problem for problem in caught.value.problems)
