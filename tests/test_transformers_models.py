@@ -167,6 +167,17 @@ def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     assert all("language_model" in each or "lm_head" in each for each in changed)
     config = "preprocessor_config.json"
     assert (out / config).read_bytes() == (models[name] / config).read_bytes()
+    check_16_bits(tmp_path / "resumed" / "runs" / "test", out)
+
+
+def check_16_bits(run: Path, exported: Path) -> None:
+    """What has to stay in float32 does: rotary frequencies, and what the class keeps in it."""
+    ours, _ = open_model(run, dtype="bfloat16")
+    auto = transformers.AutoModelForImageTextToText
+    theirs = auto.from_pretrained(exported, dtype=torch.bfloat16).eval()
+    tokens = torch.arange(20, 44)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits)
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {

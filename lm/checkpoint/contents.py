@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lm.checkpoint.headers import TensorSlice, full_shape, read_headers
@@ -116,9 +117,15 @@ def read_tensors(matched: Sequence[MatchedTensor]) -> None:
 def load_weights(directory: Path, weights: Mapping[str, Tensor]) -> None:
     """Load the trained weights of the checkpoint in `directory` into `weights` in a single process.
 
+    They are saved in float32, and converted to the dtype of `weights` while they are read.
+
     Raises:
         CheckpointError: it is damaged.
         ConfigError: the tensors differ from the model's.
     """
     found = verify(directory, read_manifest(directory))
-    read_tensors(match_tensors(directory, found, {"model": weights}))
+    saved: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        saved[name] = torch.empty_like(tensor, dtype=torch.float32, device="meta")
+    matched = match_tensors(directory, found, {"model": saved})
+    read_tensors([each._replace(tensor=weights[each.name]) for each in matched])

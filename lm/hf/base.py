@@ -42,7 +42,7 @@ from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
 from lm.training import lora
 from lm.training.lora import Adapters
-from lm.transformers_model import AnyModel, new_model
+from lm.transformers_model import AnyModel, convert_weights, new_model
 
 UNQUANTIZED_HELP = "merge adapters into their base as it is, where training had it in base_dtype"
 """of the option of commands that compute with a checkpoint"""
@@ -170,12 +170,16 @@ def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
 
 @torch.no_grad()
 def load_merged_model(
-    directory: Path, device: torch.device, base_dir: Path | None = None
+    directory: Path,
+    device: torch.device,
+    base_dir: Path | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> AnyModel:
-    """Return the model of a checkpoint in a single process, with adapters merged.
+    """Return the model of a checkpoint in a single process, with adapters merged in float32.
 
     Args:
         base_dir: see `open_base`.
+        dtype: of the weights.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -190,19 +194,25 @@ def load_merged_model(
         raise ConfigError(f"--base: {directory} has no LoRA adapters; leave --base out for it")
     with torch.device("meta"):
         model = new_model(config)
-    model.to_empty(device=device)
     if opened is None:
+        convert_weights(model, dtype)
+        model.to_empty(device=device)
         load_weights(directory, lora.trained_parameters(model))
         return model
+    model.to_empty(device=device)
     weights.read_directory(opened, model)
     adapters = read_adapters(directory, manifest)
     for name, parameter in model.named_parameters():
         adapters.merge(name, parameter)
+    convert_weights(model, dtype)
     return model
 
 
 def load_trained_model(
-    directory: Path, device: torch.device, base_dir: Path | None = None
+    directory: Path,
+    device: torch.device,
+    base_dir: Path | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> AnyModel:
     """Return the model of a checkpoint as it was trained, with adapters on a base in `base_dtype`.
 
@@ -212,10 +222,11 @@ def load_trained_model(
     config = model_of(directory, manifest)
     adapters = lora_config(directory, manifest, config)
     if manifest.base is None or adapters.base_dtype is None:
-        return load_merged_model(directory, device, base_dir)  # which computes the same
+        return load_merged_model(directory, device, base_dir, dtype)  # which computes the same
     opened = open_base(manifest.base, base_dir)
     with torch.device("meta"):
         model = lora.add_adapters(new_model(config), adapters, None)
+        convert_weights(model, dtype)
     model.to_empty(device=device)
     weights.read_directory(opened, model)
     load_weights(directory, lora.trained_parameters(model))
@@ -227,6 +238,7 @@ def load_model(
     device: torch.device,
     base_dir: Path | None = None,
     unquantized: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[AnyModel, Tokenizer]:
     """Return the model and the tokenizer of a checkpoint; see `load_trained_model`.
 
@@ -248,7 +260,7 @@ def load_model(
     )
     tokenizer.limit_ids(model_of(directory, manifest).vocab_size)
     load = load_merged_model if unquantized else load_trained_model
-    return load(directory, device, base_dir), tokenizer
+    return load(directory, device, base_dir, dtype), tokenizer
 
 
 def open_model(
@@ -281,10 +293,11 @@ def open_model(
         directory = Path(source)
         tokenizer = _load_tokenizer(directory, base_directory(directory, base_dir))
         model = merge_into_base(directory, device, base_dir)
-        return model.to(weight_dtype), tokenizer
+        convert_weights(model, weight_dtype)
+        return model, tokenizer
     if not weights.is_model(source):
-        model, tokenizer = load_model(find_checkpoint(source), device, base_dir, unquantized)
-        return model.to(weight_dtype), tokenizer
+        checkpoint = find_checkpoint(source)
+        return load_model(checkpoint, device, base_dir, unquantized, weight_dtype)
     if base_dir is not None:
         raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
     directory = weights.find_source(source)

@@ -55,6 +55,7 @@ from lm.transformers_model import (
     AnyModel,
     TransformersModel,
     build_network,
+    convert_weights,
     measure_sizes,
     new_model,
     text_config,
@@ -282,8 +283,7 @@ def load_model(
     """Return the model of a Hugging Face directory in a single process, with weights in `dtype`."""
     with torch.device("meta"):
         model = new_model(read_structure(str(directory)).config)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+        convert_weights(model, dtype)
     model.to_empty(device=device)
     read_directory(directory, model)
     return model
