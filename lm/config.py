@@ -29,7 +29,7 @@ from pydantic_core import ErrorDetails
 
 from lm.checkpoint.config import CheckpointConfig
 from lm.data.config import DataConfig
-from lm.data.hub_cache import find_directory
+from lm.data.hub import find_directory
 from lm.errors import ConfigError, command, error_prefix
 from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of, need_of
 from lm.launch.console import warn

@@ -214,3 +214,16 @@ def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:
             raise ConfigError(problem) from None
 
     return wrapper
+
+
+def error_text(error: BaseException) -> str:
+    """Return what a library's error, or its cause, says in one line, or else its type."""
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
+
+
+def raise_together(errors: Sequence[ConfigError]) -> None:
+    """Raise one error with the problems of all `errors`, up to 20 of them in full, if any."""
+    if errors:
+        problems = ConfigError.merge(errors).problems
+        raise ConfigError(*limit_problems(problems))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lm import generate, sampling
 from lm.checkpoint import tensor_files
-from lm.data.hub_cache import find_directory
+from lm.data.hub import find_directory
 from lm.data.run_data import open_data
 from lm.data.tokenizer import load_tokenizer
 from lm.data.windows import check_token_files

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lm.data.files import JsonLine
+from lm.data.json_lines import JsonLine
 from lm.data.jsonl import JsonlDataset
 from lm.data.rendering import RecordRenderer
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.files import JsonLine
+from lm.data.json_lines import JsonLine
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader, PairBatch
 from lm.data.rendering import RecordRenderer

@@ -28,8 +28,8 @@ from tokenizers import models, pre_tokenizers
 
 from lm import prepare as command
 from lm.data import readers, token_file
+from lm.data.blocks import read_blocks
 from lm.data.encoder import CHUNK_SIZE, TokenChunk
-from lm.data.files import read_blocks
 from lm.data.readers import is_held_out, read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, first_tokens, open_documents
@@ -580,7 +580,7 @@ def test_compressed_file_has_a_limit(
         read(path)
     with pytest.raises(ConfigError, match="more than"):
         read_tasks([str(path)])
-    monkeypatch.setattr("lm.data.files.FREE_EXPANSION_BYTES", 1000)
+    monkeypatch.setattr("lm.data.blocks.FREE_EXPANSION_BYTES", 1000)
     texts = [os.urandom(1000).hex()] * 100
     path.write_bytes(compress(jsonl(texts)))
     assert read(path) == texts

@@ -27,7 +27,9 @@ import torch
 import zstandard
 
 from lm import prepare
-from lm.data.files import READ_BLOCK_BYTES, find_files, read_json_lines, read_text_blocks
+from lm.data.blocks import READ_BLOCK_BYTES, read_text_blocks
+from lm.data.files import find_files
+from lm.data.json_lines import read_json_lines
 from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.text import read_text

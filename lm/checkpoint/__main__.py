@@ -20,7 +20,7 @@ from lm.checkpoint.locate import locate_checkpoint, store_at
 from lm.checkpoint.location import DirectoryLocation, Location
 from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
-from lm.data.hub_cache import find_directory
+from lm.data.hub import find_directory
 from lm.errors import ConfigError, command, oserror_as_config_error
 from lm.units import format_bytes
 

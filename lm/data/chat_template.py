@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.data.files import error_text
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, error_text, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, read_bytes
 from lm.launch.requirements import requires
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.data.files import decode_utf8, is_compressed, read_blocks, read_json_lines, read_line_blocks
+from lm.data.blocks import decode_utf8, is_compressed, read_blocks, read_line_blocks
+from lm.data.json_lines import read_json_lines
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 

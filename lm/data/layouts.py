@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm.data.chat_template import REASONING_KEYS
-from lm.data.files import get_text, load_json
+from lm.data.json_lines import get_text, load_json
 from lm.errors import ConfigError, error_prefix
 
 _CHATS = ("messages", "conversations", "conversation")

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm.data.blocks import is_compressed
 from lm.data.documents import format_of
-from lm.data.files import is_compressed
 
 if TYPE_CHECKING:
     from tqdm import tqdm

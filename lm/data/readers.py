@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from lm.data.documents import Record, format_of, read_records, read_table, stream_records
 from lm.data.encoder import Document, TokenChunk
-from lm.data.files import error_text, get_text
+from lm.data.json_lines import get_text
 from lm.data.signatures import check_pointer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_text
 from lm.launch.requirements import requires
 
 IDS_AT_ONCE = 1 << 20

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import JsonLine, RawLine, parse_line, raise_together, read_raw_lines
+from lm.data.json_lines import JsonLine, RawLine, parse_line, read_raw_lines
 from lm.data.layouts import ReadingNotes
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
-from lm.errors import ConfigError, error_prefix
+from lm.errors import ConfigError, error_prefix, raise_together
 from lm.launch.launch import is_rank0
 
 _HOLD_OUT_EVERY = 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
-from lm.data.files import JsonLine, get_text, load_json
+from lm.data.json_lines import JsonLine, get_text, load_json
 from lm.data.layouts import LayoutReader, ReadingNotes
 from lm.data.probe import TemplateProbe, probe_template
 from lm.data.tokenizer import Tokenizer

@@ -24,20 +24,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.blocks import is_compressed
 from lm.data.dataset import Sample, SampleBatch, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
-from lm.data.files import (
-    check_path,
-    error_text,
-    find_files,
-    find_saved_dataset,
-    get_text,
-    is_compressed,
-)
+from lm.data.files import check_path, find_files, find_saved_dataset
+from lm.data.json_lines import get_text
 from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
-from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, error_text, oserror_as_config_error
 from lm.launch.requirements import requires
 from lm.seeds import derive_seed
 from lm.units import format_count

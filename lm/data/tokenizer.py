@@ -29,10 +29,9 @@ from lm.data.chat_template import (
     RenderedChat,
     read_chat_template,
 )
-from lm.data.files import download_from_hub, error_text
-from lm.data.hub_cache import find_directory
+from lm.data.hub import download_from_hub, find_directory
 from lm.data.signatures import ENCODINGS
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, error_text, oserror_as_config_error
 from lm.fileio import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,

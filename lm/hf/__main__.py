@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm.checkpoint.headers import TensorSlice
-from lm.data.hub_cache import find_directory
+from lm.data.hub import find_directory
 from lm.errors import ConfigError, command, error_prefix
 from lm.fileio import home_path
 from lm.hf import adapters, weights

@@ -26,7 +26,7 @@ from lm.checkpoint.manifest import (
     read_manifest,
     record,
 )
-from lm.data.hub_cache import find_directory
+from lm.data.hub import find_directory
 from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights

@@ -24,7 +24,7 @@ from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
 from lm.data import tokenizer
-from lm.data.files import download_from_hub
+from lm.data.hub import download_from_hub
 from lm.data.tokenizer import Tokenizer
 from lm.errors import (
     ConfigError,

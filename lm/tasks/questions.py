@@ -16,7 +16,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from lm.data.files import load_json, read_blocks
+from lm.data.blocks import read_blocks
+from lm.data.json_lines import load_json
 from lm.data.signatures import advise_encoding
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fields import Config, Logged, Needs, Unlogged

@@ -1,0 +1,147 @@
+"""Contents of files, decompressed, as blocks of bytes, text or lines."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from lm.data.signatures import DECOMPRESSORS, advise_encoding, check_nul, check_pointer, check_start
+from lm.errors import ConfigError
+from lm.launch.requirements import requires
+
+READ_BLOCK_BYTES = 1 << 20
+MAX_EXPANSION = 200
+"""By which factor a compressed file can expand: text has 3 to 20, tasks with examples up to 80."""
+FREE_EXPANSION_BYTES = 64 << 20
+"""To which any compressed file can expand."""
+_ZST_READ_BYTES = 2048
+"""Small, because a byte of a .zst file can decompress to ten thousand."""
+_ZST_MAX_WINDOW_BYTES = 1 << 31
+"""Also files made with --long can be read."""
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether `path` has the suffix of a compressed file."""
+    return path.suffix.lower() in DECOMPRESSORS
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the contents of the text file `path` in blocks of about `READ_BLOCK_BYTES`.
+
+    They are decompressed, and a byte-order mark is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, is of a format that is not text, or expands to more
+            than `MAX_EXPANSION` allows.
+    """
+    n_bytes = 0
+    size = 0
+    limit = math.inf
+    try:
+        if is_compressed(path):
+            check_pointer(path)
+            size = path.stat().st_size
+            limit = max(MAX_EXPANSION * size, FREE_EXPANSION_BYTES)
+        for block in _read_raw_blocks(path):
+            if n_bytes + len(block) > limit:
+                problem = f"{size:,} bytes expand to more than {limit:,}"
+                raise ConfigError(f"{path}: {problem}; if this is right, decompress it first")
+            if n_bytes == 0:
+                check_start(path, block)
+            check_nul(path, block, n_bytes)
+            yield block.removeprefix(codecs.BOM_UTF8) if n_bytes == 0 else block
+            n_bytes += len(block)
+    except (OSError, EOFError, zlib.error) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {problem}") from None
+
+
+def _read_raw_blocks(path: Path) -> Iterator[bytes]:
+    if is_compressed(path) and path.stat().st_size == 0:
+        raise EOFError("the compressed file is empty")
+    match path.suffix.lower():
+        case ".zst":
+            yield from _read_zst_blocks(path)
+        case ".gz":
+            with gzip.open(path) as file:
+                yield from _read_to_end(file)
+        case _:
+            with path.open("rb") as file:
+                yield from _read_to_end(file)
+
+
+def _read_to_end(file: io.BufferedIOBase) -> Iterator[bytes]:
+    while block := file.read(READ_BLOCK_BYTES):
+        yield block
+
+
+def _read_zst_blocks(path: Path) -> Iterator[bytes]:
+    """Decompress frame by frame, as the package's own reader accepts a truncated file."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{path}: {requires('zstandard')}") from None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_MAX_WINDOW_BYTES)
+    frame = None
+    with path.open("rb") as file:
+        try:
+            while data := file.read(_ZST_READ_BYTES):
+                while data:
+                    if frame is None:
+                        frame = decompressor.decompressobj()
+                    block = frame.decompress(data)
+                    if block:
+                        yield block
+                    data = frame.unused_data
+                    if frame.eof:
+                        frame = None
+        except zstandard.ZstdError as error:
+            raise EOFError(error) from None
+    if frame is not None:
+        raise EOFError("the file ends inside a frame")
+
+
+def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
+    """Decode UTF-8 that starts at byte `offset` of `path`; errors name the byte."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        problem = f"byte {offset + error.start} is not UTF-8"
+        raise ConfigError(f"{path}: {problem}; {advise_encoding(path, content)}") from None
+
+
+def read_text_blocks(path: Path) -> Iterator[str]:
+    """Yield the text of `path` in blocks; see `read_blocks`."""
+    offset = 0
+    content = b""
+    n_decoded = 0
+    for block in read_blocks(path):
+        offset += n_decoded
+        content = content[n_decoded:] + block
+        try:
+            text, n_decoded = codecs.utf_8_decode(content)  # without an incomplete last character
+        except UnicodeDecodeError:
+            n_decoded = 0
+            break
+        yield text
+    if n_decoded < len(content):
+        decode_utf8(path, content, offset)  # raises an error that says why
+
+
+def read_line_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the contents of `path` as `read_blocks` does, in blocks that end with a line."""
+    partial_line: list[bytes] = []
+    for block in read_blocks(path):
+        end = block.rfind(b"\n") + 1
+        if end > 0:
+            yield b"".join([*partial_line, block[:end]])
+            partial_line.clear()
+        partial_line.append(block[end:])
+    last_line = b"".join(partial_line)
+    if last_line:
+        yield last_line

@@ -1,0 +1,87 @@
+"""Directories of models, also those of the cache of the Hugging Face Hub, and downloads from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm.errors import ConfigError, error_text, oserror_as_config_error
+
+
+@oserror_as_config_error
+def find_directory(source: str) -> str:
+    """Return `source` with `~` expanded, or the snapshot in it if it is a model's cache.
+
+    The Hub's cache has a directory `models--OWNER--MODEL` of each model, with the files of each
+    revision in `snapshots` and the name of that of a branch in `refs`.
+
+    Raises:
+        ConfigError: the cache has several snapshots, and none is that of the main branch.
+    """
+    source = os.path.expanduser(source)  # noqa: PTH111 - it can be a name on the Hub, or a URL
+    directory = Path(source)
+    snapshots = directory / "snapshots"
+    if not (directory.name.startswith("models--") and snapshots.is_dir()):
+        return source
+    found = sorted(snapshots.iterdir())
+    branch = directory / "refs" / "main"
+    if branch.is_file():
+        snapshot = snapshots / branch.read_text(errors="replace").strip()
+        if snapshot in found:
+            return str(snapshot)
+    if len(found) == 1:
+        return str(found[0])
+    names = ", ".join(each.name for each in found[:5]) or "none"
+    problem = f"a cache of the Hub with {len(found)} snapshots ({names})"
+    raise ConfigError(f"{source}: {problem}; use {snapshots}/NAME")
+
+
+def download_from_hub(source: str, files: Sequence[str], key: str) -> Path:
+    """Download files of a model on the Hugging Face Hub.
+
+    The processes of a node can call it at the same time: one downloads, the others wait.
+
+    Args:
+        source: the model, OWNER/MODEL or OWNER/MODEL@REVISION.
+        files: names or patterns.
+        key: the hyperparameter that `source` is the value of, for errors.
+
+    Returns:
+        The directory of the files, in the Hub's cache.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # the errors below report the problem
+
+    def refusal(problem: str) -> ConfigError:
+        return ConfigError(f"{key}: {source}: {problem}")
+
+    name, _, revision = source.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+    except errors.GatedRepoError:
+        request = f"request access at https://huggingface.co/{name}"
+        raise refusal(f"gated: {request}, then `hf auth login` or set HF_TOKEN") from None
+    except errors.RevisionNotFoundError:
+        raise refusal(f"no revision {revision!r}; omit it for the default branch") from None
+    except errors.RepositoryNotFoundError:
+        problem = "no such file or directory, and not found on the Hub"
+        advice = "if it is private, run `hf auth login` or set HF_TOKEN"
+        raise refusal(f"{problem}; {advice}") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        incomplete = getattr(error, "snapshot_path", None)
+        if key == "tokenizer" and incomplete:
+            return Path(incomplete)  # only tokenizer.json is required
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else error_text(error)
+        problem = f"no such file or directory, not in the cache, and cannot be downloaded: {cause}"
+        download = f"run `hf download {name} --local-dir DIRECTORY`"
+        advice = f"{download} on a machine with network access and copy DIRECTORY"
+        raise refusal(f"{problem}; {advice}") from None
+    except errors.HFValidationError:
+        problem = "no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
+        raise refusal(problem) from None
+    except Exception as error:  # each transport raises its own
+        problem = f"download failed: {error_text(error)}"
+        raise refusal(f"{problem}; rerun the same command to resume it") from None
