@@ -49,6 +49,7 @@ from lm.training.config import (
     TransferConfig,
 )
 from lm.transformers_config import AnyModelConfig, TransformersConfig, model_config
+from lm.units import format_parameters
 
 REPOSITORY = Path(__file__).parent.parent
 DEFAULT_STEPS = 100
@@ -178,6 +179,14 @@ class Hyperparameters:
     def n_trained_parameters(self) -> int:
         """Number of trained parameters: those of the adapters, or all."""
         return training.n_trained_parameters(self.lora, self.model)
+
+    @property
+    def size_of_model(self) -> str:
+        """Number of parameters as text; of a mixture, also of those that process a token."""
+        size = f"{format_parameters(self.model.n_parameters)} parameters"
+        if isinstance(self.model, ModelConfig) and self.model.n_experts is not None:
+            size += f", {format_parameters(self.model.n_active_parameters)} of them active"
+        return size
 
     @property
     def training_flops_per_token(self) -> float:

@@ -264,7 +264,7 @@ class ResolvedRun:
     def summary(self, world: World) -> str:
         """Return one line about the model, how it is sharded, and the size of a step."""
         hp = self.hp
-        parameters = f"{format_parameters(hp.model.n_parameters)} parameters"
+        parameters = hp.size_of_model
         if hp.lora.lora_rank:
             parameters += f" and {format_parameters(hp.n_trained_parameters)} in adapters"
         dtype = str(self.amp_dtype or torch.float32).removeprefix("torch.")

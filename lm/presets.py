@@ -58,6 +58,14 @@ _OLMO2 = _LLAMA2 | {
     "qk_norm": "projection",
     "norm_placement": "post",
 }
+_QWEN3_MOE = _QWEN3 | {"n_kv_heads": 4, "n_experts": 128, "experts_per_token": 8}
+_OLMOE = _LLAMA2 | {
+    "vocab_size": 50304,
+    "qk_norm": "projection",
+    "n_experts": 64,
+    "experts_per_token": 8,
+    "norm_topk_prob": False,
+}
 _SMOLLM3 = _LLAMA2 | {
     "n_kv_heads": 4,
     "vocab_size": 128256,
@@ -154,4 +162,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma3-270m": _preset(_GEMMA3, 640, 18, 4, d_ff=2048, embedding_multiplier=640**0.5),
     "gemma3-1b": _preset(_GEMMA3, 1152, 26, 4, d_ff=6912, embedding_multiplier=1152**0.5),
     "olmo2-7b": _preset(_OLMO2, 4096, 32, 32, d_ff=11008),
+    "olmoe-1b-7b": _preset(_OLMOE, 2048, 16, 16, d_ff=1024),
+    "qwen3-30b-a3b": _preset(_QWEN3_MOE, 2048, 48, 32, d_ff=768),
 }

@@ -17,6 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from lm import config
 from lm.errors import ConfigError
 from lm.grouped_mm import grouped_mm
+from lm.hf.base import load_trained_model
+from lm.hf.config_json import find_family, write_config
+from lm.hf.export import export_model
 from lm.training import parallelize
 from model import (
     IGNORE_INDEX,
@@ -430,6 +433,54 @@ def test_bias_is_equal_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
     run_fsdp(resumed, ranks=2, config=run, code=0)
     assert read_exact_metrics(resumed) == read_exact_metrics(tmp_path / "2")
     assert torch.equal(read_bias(resumed, 5), bias)
+
+
+# ---- exports
+
+
+EXPORTED: dict[str, dict[str, Any]] = {
+    **FAMILIES,
+    "minimax_m2": {"qk_norm": "projection", "router": "sigmoid", "router_balance": "bias"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", EXPORTED)
+def test_export_computes_in_transformers_what_was_trained(model_type: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = TINY | MIXTURE | {"router_balance_rate": 0.01, "max_steps": 3, "amp_dtype": None}
+    run |= EXPORTED[model_type] | {"lr": 0.05, "num_tokens": 0}
+    run_fsdp(tmp_path, ranks=2, config=run, code=0)
+    checkpoint = checkpoints_by_step(tmp_path)[3]
+    export_model(checkpoint, tmp_path / "exported")
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert network.config.model_type == model_type
+    model = load_trained_model(checkpoint, torch.device("cpu")).eval()
+    inputs = random_tokens()[:, :-1]
+    with torch.no_grad():
+        torch.testing.assert_close(network(inputs).logits, model(inputs), rtol=1e-5, atol=1e-5)
+    if model_type == "minimax_m2":
+        biases = [layer.mlp.e_score_correction_bias for layer in network.model.layers]
+        assert torch.equal(torch.stack(biases), read_bias(tmp_path, 3))
+
+
+@pytest.mark.parametrize(
+    ("preset", "model_type"), [("olmoe-1b-7b", "olmoe"), ("qwen3-30b-a3b", "qwen3_moe")]
+)
+def test_preset_has_as_many_parameters_in_transformers(preset: str, model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    c = ModelConfig.model_validate({"model": preset})
+    raw = write_config(c, "bfloat16", None)
+    theirs = transformers.AutoConfig.for_model(**raw)
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert network.config.model_type == model_type
+    assert sum(p.numel() for p in network.parameters()) == c.n_parameters
+
+
+def test_mixture_without_a_counterpart_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^router_balance: bias .* Qwen3MoeForCausalLM"):
+        find_family(new_config(qk_norm="head", router_balance="bias"))
 
 
 # ---- what is refused

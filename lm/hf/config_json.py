@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lm.errors import ConfigError, error_prefix
-from lm.hf.families import FAMILIES, Family
+from lm.hf.families import FAMILIES, MIXTURES, Family
 from lm.hf.files import refuse_quantized
 from lm.model_config import MAX_LAYERS, MAX_SIZE, ROPE_TYPES, AttentionKind, ModelConfig, Rope
 from lm.presets import PRESETS
@@ -350,16 +350,19 @@ def find_family(config: ModelConfig) -> Family:
     Raises:
         ConfigError: no family can; lists the keys in which the model differs from the closest one.
     """
-    mismatches = {name: _find_mismatches(family, config) for name, family in FAMILIES.items()}
+    families = FAMILIES
+    if config.n_experts is not None:
+        families = MIXTURES
+    mismatches = {name: _find_mismatches(family, config) for name, family in families.items()}
     fitting = [name for name, found in mismatches.items() if not found]
     if not fitting:
         fewest = min(reversed(mismatches.values()), key=len)  # of equally many, GPT-2's
         raise ConfigError.merge(fewest)
     for name in fitting:
-        prefix = FAMILIES[name].preset_prefix or name
+        prefix = families[name].preset_prefix or name
         if config.model is not None and config.model.startswith(prefix):
-            return FAMILIES[name]
-    return FAMILIES[fitting[0]]
+            return families[name]
+    return families[fitting[0]]
 
 
 def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:

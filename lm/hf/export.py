@@ -208,28 +208,37 @@ class _Weights:
 
     @property
     def n_bytes(self) -> int:
-        return self.dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        return sum(sizes[name] * self._dtype_of(name).itemsize for name in sizes)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor to write; a router's bias stays as exact as it is."""
+        is_router_bias = name.endswith(".e_score_correction_bias")
+        return torch.float32 if is_router_bias else self.dtype
 
     def write(self, directory: Path) -> dict[str, str]:
         """Write the safetensors files; return the file of each tensor."""
         with torch.device("meta"):
-            parameters = dict(Transformer(self.config).named_parameters())
+            state = Transformer(self.config).state_dict()
             empty: dict[str, Rows] = {}
             for name, shape in self.shapes.items():
-                empty[name] = Rows(torch.empty(shape, dtype=self.dtype), 0)
+                empty[name] = Rows(torch.empty(shape, dtype=self._dtype_of(name)), 0)
         groups = group_by_size(empty)
         weight_map: dict[str, str] = {}
-        progress = tqdm(total=len(parameters), unit="tensor", disable=None)
+        progress = tqdm(total=len(self.places), unit="tensor", disable=None)
         for number, group in enumerate(groups, 1):
             file = SAFETENSORS_FILE
             if len(groups) > 1:
                 file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-            tensors = {name: torch.zeros(self.shapes[name], dtype=self.dtype) for name in group}
+            tensors: dict[str, Tensor] = {}
+            for name in group:
+                tensors[name] = torch.zeros(self.shapes[name], dtype=self._dtype_of(name))
             for name, place in self.places.items():
-                is_zero_bias = name not in parameters
-                if place.name not in tensors or is_zero_bias:
+                if place.name not in tensors:
                     continue
-                values = self._read_parameter(name, parameters[name].shape)
+                values = self._read_parameter(name, state)
+                if values is None:  # a zero bias
+                    continue
                 tensor = tensors[place.name]
                 if place.transposed:
                     tensor = tensor.T
@@ -240,9 +249,18 @@ class _Weights:
         progress.close()
         return weight_map
 
-    def _read_parameter(self, name: str, shape: torch.Size) -> Tensor:
-        values = torch.empty(shape)
-        read_into(values, self.sources[name])
+    def _read_parameter(self, name: str, state: Mapping[str, Tensor]) -> Tensor | None:
+        """Return a parameter, or the row of one; None = it is not in `state`, the model's."""
+        tensor_name, _, row = name.rpartition(".")
+        if name in state:
+            values = torch.empty(state[name].shape)
+            read_into(values, self.sources[name])
+        elif tensor_name in state:
+            values = torch.empty(state[tensor_name].shape[1:])
+            source = self.sources[tensor_name]
+            read_into(values[None], source._replace(start=int(row)))
+        else:
+            return None
         if self.adapters is not None:
             self.adapters.merge(name, values)
         if self.dtype == torch.float16 and not values.half().isfinite().all():

@@ -35,8 +35,8 @@ class Family:
     """key in config.json without a key of ours -> the values that `ModelConfig` can represent;
     first the default"""
     modules: Mapping[str, str]
-    """our module -> the module in transformers; {} is the layer. Modules that are one there have
-    its rows, in this order."""
+    """our module -> the module in transformers; {} is the layer, a second one the expert. Modules
+    that are one there have its rows, in this order."""
     biases: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     """our `bias` -> the keys in config.json that enable biases; first the default. {} = the family
     has no such keys"""
@@ -65,6 +65,8 @@ class Family:
     """whether the family has all biases, so that a model without some of them has zeros there"""
     bos_is_eos: bool = False
     """whether the end-of-text token also starts a text"""
+    router_bias: str | None = None
+    """the tensor of a layer's router bias, zeros without one; None = the family has none"""
     preset_prefix: str = ""
     """how the names of its presets start, if not with `model_type`"""
 
@@ -431,6 +433,70 @@ GPT2 = Family(
     zero_biases=True,
     bos_is_eos=True,
 )
+_MIXTURE_KEYS = {
+    "n_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "norm_topk_prob": "norm_topk_prob",
+}
+_MIXTURE_MODULES = {
+    "blocks.ffn.router": "model.layers.{}.mlp.gate",
+    "blocks.ffn.gate_proj": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "blocks.ffn.up_proj": "model.layers.{}.mlp.experts.{}.up_proj",
+    "blocks.ffn.down_proj": "model.layers.{}.mlp.experts.{}.down_proj",
+}
+_WITHOUT_ROUTER_BIAS = {"router": ("softmax",), "router_balance": ("none", "sequence")}
+OLMOE = replace(
+    LLAMA,
+    model_type="olmoe",
+    class_name="OlmoeForCausalLM",
+    keys={key: LLAMA.keys[key] for key in LLAMA.keys if key != "head_dim"} | _MIXTURE_KEYS,
+    supported={
+        **LLAMA.supported,
+        **_WITHOUT_ROUTER_BIAS,
+        "qk_norm": ("projection",),
+        "bias": ("none",),
+    },
+    required={**LLAMA.required, "attention_bias": (False,), "clip_qkv": (None,)},
+    modules={**LLAMA.modules, **_MIXTURE_MODULES},
+    biases={},
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    keys={**QWEN3.keys, **_MIXTURE_KEYS, "d_ff": "moe_intermediate_size"},
+    supported={**QWEN3.supported, **_WITHOUT_ROUTER_BIAS},
+    required={**QWEN3.required, "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    modules={**QWEN3.modules, **_MIXTURE_MODULES},
+    preset_prefix="qwen3",
+)
+MINIMAX_M2 = replace(
+    OLMOE,
+    model_type="minimax_m2",
+    class_name="MiniMaxM2ForCausalLM",
+    keys={
+        **LLAMA.keys,
+        "n_experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+    },
+    supported={
+        **OLMOE.supported,
+        "router": ("sigmoid",),
+        "router_balance": ("bias", "none", "sequence"),
+        "norm_topk_prob": (True,),
+    },
+    required=LLAMA.required,
+    modules={
+        **LLAMA.modules,
+        "blocks.ffn.router": "model.layers.{}.block_sparse_moe.gate",
+        "blocks.ffn.gate_proj": "model.layers.{}.block_sparse_moe.experts.{}.w1",
+        "blocks.ffn.up_proj": "model.layers.{}.block_sparse_moe.experts.{}.w3",
+        "blocks.ffn.down_proj": "model.layers.{}.block_sparse_moe.experts.{}.w2",
+    },
+    router_bias="model.layers.{}.block_sparse_moe.e_score_correction_bias",
+)
+MIXTURES = {family.model_type: family for family in (OLMOE, QWEN3_MOE, MINIMAX_M2)}
+"""Families that are only written: transformers computes what is read."""
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -464,7 +530,8 @@ def map_parameters(
 ) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
     """Return the place of each of our parameters, and the shape of each tensor as stored.
 
-    The latter include zero biases.
+    The latter include zero biases. Experts are stored as a matrix each, and the biases of routers
+    in each layer: these rows of our tensors are named by their numbers, after the name.
     """
     bias = config.bias
     if family.zero_biases:
@@ -483,6 +550,12 @@ def map_parameters(
         n_rows, *row_shape = parameter.shape
         for layer in range(n_layers):
             our_name = name.replace("blocks.0.", f"blocks.{layer}.")
+            if parameter.dim() == 3:
+                for expert in range(n_rows):
+                    their_name = f"{family.modules[module].format(layer, expert)}.{kind}"
+                    places[f"{our_name}.{expert}"] = Place(their_name, 0, is_transposed)
+                    shapes[their_name] = tuple(row_shape)
+                continue
             their_name = f"{family.modules[module].format(layer)}.{kind}"
             start = 0
             if their_name in shapes:  # rows of another parameter are above
@@ -492,4 +565,11 @@ def map_parameters(
 
     for name in {place.name for place in places.values() if place.transposed}:
         shapes[name] = shapes[name][::-1]
+    if family.router_bias is not None:
+        assert config.n_experts is not None
+        for layer in range(config.n_layers):
+            their_name = family.router_bias.format(layer)
+            shapes[their_name] = (config.n_experts,)
+            if model.router_bias is not None:
+                places[f"router_bias.{layer}"] = Place(their_name, 0, transposed=False)
     return places, shapes

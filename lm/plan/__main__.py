@@ -171,7 +171,7 @@ def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     tokens = global_batch_size * hp.model.max_seq_len
     flops = hp.training_flops_per_token * tokens / ranks.size
     return [
-        f"{format_parameters(hp.model.n_parameters)} parameters{trained} on {gpus} in {nodes}",
+        f"{hp.size_of_model}{trained} on {gpus} in {nodes}",
         f"{hp.parallel.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
         f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each GPU,"
         f" {tokens:,} tokens in all, {flops / 1e12:,.1f} TFLOP on each",
