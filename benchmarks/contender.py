@@ -28,6 +28,7 @@ if __name__ == "__main__" and sys.argv[1] == "ours":
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
 
 from lm import config  # noqa: E402
 from lm.data.config import derive_global_batch_size  # noqa: E402
@@ -167,6 +168,44 @@ def train_fsdp1(
         optimizer.zero_grad()
 
 
+def shard_fully(world: World, hp: config.Hyperparameters, model: Transformer) -> nn.Module:
+    """Shard our model with FSDP2, as its tutorial does."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = world.device_mesh(MeshShape(1, world.size))
+    dtype = compute_dtype(hp.precision, world.device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def replicate(world: World, hp: config.Hyperparameters, model: Transformer) -> nn.Module:  # noqa: ARG001
+    """Replicate our model with DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    device_ids = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids)
+
+
+def train_loop(
+    world: World,
+    hp: config.Hyperparameters,
+    pacer: Pacer,
+    distribute: Callable[[World, config.Hyperparameters, Transformer], nn.Module],
+) -> None:
+    """Train our model in the loop of PyTorch's tutorials: clipped gradients, fused AdamW."""
+    torch.manual_seed(0)
+    model = distribute(world, hp, Transformer(hp.own_model).to(world.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=hp.optim.lr, fused=True)
+    for inputs, targets in _batches(world, hp, pacer):
+        logits = model(inputs)
+        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     """Train Hugging Face's model of the same shape with FSDP2 and the dtype of `hp`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -286,6 +325,8 @@ TRAINERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = {
     "ours": train_ours,
     "fsdp1-float32": partial(train_fsdp1, dtype=None),
     "fsdp1-bfloat16": partial(train_fsdp1, dtype=torch.bfloat16),
+    "loop-fsdp2": partial(train_loop, distribute=shard_fully),
+    "loop-ddp": partial(train_loop, distribute=replicate),
     "transformers": train_transformers,
     "torchtitan": train_torchtitan,
 }

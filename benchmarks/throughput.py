@@ -5,13 +5,17 @@
     python -m benchmarks.throughput --sweep batch_size=1,2,4 max_seq_len=512,1024,2048
         --plot sweep.png
 
-Contenders: `ours`, fsdp.py; `fsdp1-float32` and `fsdp1-bfloat16`, FullyShardedDataParallel with
-transformer_auto_wrap_policy, autocast and AdamW; `transformers`, Hugging Face's model with FSDP2
-in the run's dtype;
-`torchtitan`, its Llama, compiled and sharded by its code, if installed (pip install
-"torchtitan<0.3" triton). `ours+key=value` changes hyperparameters of ours. Every contender has its
-own processes and trains the same batch size; they alternate round by round. If a GPU cannot hold
-all of them, use `--alone`.
+Contenders: `ours`, fsdp.py; `loop-fsdp2` and `loop-ddp`, our model in the loop of a tutorial with
+`fully_shard` or DistributedDataParallel, clipped gradients and fused AdamW; `fsdp1-float32` and
+`fsdp1-bfloat16`, FullyShardedDataParallel with transformer_auto_wrap_policy, autocast and AdamW;
+`transformers`, Hugging Face's model with FSDP2 in the run's dtype; `torchtitan`, its Llama,
+compiled and sharded by its code, if installed (pip install "torchtitan<0.3" triton).
+`ours+key=value` changes hyperparameters of ours. Every contender has its own processes and trains
+the same batch size; they alternate round by round. If a GPU cannot hold all of them, use
+`--alone`. A newcomer's size, next to loops that do the same:
+
+    python -m benchmarks.throughput --config recipes/quickstart.yaml optimizer=adamw grad_clip=1
+        --contenders ours loop-fsdp2 ours+sharding=no-shard loop-ddp
 
 Step times are medians over rounds. MFU is causal (half of the attention square), without
 embeddings, relative to the GPU's dense 16-bit peak, or to the measured speed of 2048 x 2048 matrix
