@@ -30,7 +30,7 @@ from model import (
     Transformer,
 )
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
-from tests.support.parallelism import EQUIVALENT_OPTIONS, PARITY_RUN, train_each
+from tests.support.parallelism import EQUIVALENT_OPTIONS, PARITY_RUN, STRATEGIES, train_each
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     checkpoints_by_step,
@@ -387,7 +387,7 @@ def test_active_parameters_are_those_of_the_experts_of_a_token() -> None:
 
 BALANCED = PARITY_RUN | MIXTURE | {"n_experts": 3, "router_balance_rate": 0.1}
 RUNS: dict[str, dict[str, Any]] = {
-    **{name: EQUIVALENT_OPTIONS[name] for name in ("full-shard", "no-shard", "1x4", "recompute")},
+    **{name: EQUIVALENT_OPTIONS[name] for name in (*STRATEGIES, "1x4", "recompute")},
     "offload": EQUIVALENT_OPTIONS["offload"],
 }
 
@@ -405,8 +405,8 @@ def test_balance_is_equal_on_any_ranks_and_micro_batches(tmp_path: Path) -> None
             reports = read_reports(directory, name=name)
             expected = expected or reports
             for step, report in reports.items():
-                for key in ("loss", "grad_norm"):
-                    assert report[key] == pytest.approx(expected[step][key], rel=1e-5), name
+                for key, rel in (("loss", 1e-6), ("grad_norm", 1e-5)):
+                    assert report[key] == pytest.approx(expected[step][key], rel=rel), name
                 for key in ("busiest_expert_percent", "idle_experts"):
                     assert report[key] == expected[step][key], name
 

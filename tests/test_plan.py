@@ -16,10 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp import build_model
 from lm.config import Hyperparameters
+from lm.data.loader import MicroBatch
 from lm.hf.small_config import small_configs
 from lm.hf.weights import examined_config
 from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
+from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main
 from lm.runtime.world import make_mesh
@@ -49,7 +51,7 @@ def track_backward(hp: Hyperparameters, ranks: Ranks) -> int:
                 for micro_batch in range(n_micro_batches):
                     is_last = micro_batch == n_micro_batches - 1
                     parallelize.start_micro_step(model, hp.parallel, is_last)
-                    loss = model(tokens, tokens)
+                    loss = NextToken().losses(model, MicroBatch(tokens, tokens)).minimized
                     (loss * scale).backward()
                     del loss
         (parts,) = tracker.get_tracker_snapshot("peak").values()
@@ -66,6 +68,7 @@ LLAMA = {
     "vocab_size": 2048,
     "max_seq_len": 256,
 }
+MIXTURE = LLAMA | {"n_experts": 8, "d_ff": 256}
 GPT2 = {
     "model": "gpt2",
     "d_model": 512,
@@ -123,9 +126,12 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (NF4, {"sharding": "grad-shard"}),
     (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),
     (LLAMA, {"sharding": "no-shard", "optimizer": "muon"}),
+    (MIXTURE, {"sharding": "full-shard"}),
+    (MIXTURE, {"sharding": "grad-shard", "activation_checkpointing": "full", "amp_dtype": None}),
 ]
-ONE_OF_EACH_KIND = [STEPS[i] for i in (0, 1, 3, 5, 8, 9, 12, 15, 16, 18, 20)]
-"""of recomputation, accumulation, mesh, wrapping, offload, pattern of layers, base and optimizer"""
+ONE_OF_EACH_KIND = [STEPS[i] for i in (0, 1, 3, 5, 8, 9, 12, 15, 16, 18, 20, -2)]
+"""of recomputation, accumulation, mesh, wrapping, offload, pattern of layers, base and optimizer,
+and of experts"""
 OF_TRANSFORMERS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"sharding": "full-shard", "amp_dtype": None}),
     ("gemma4_text", {"sharding": "grad-shard", "activation_checkpointing": "full"}),
