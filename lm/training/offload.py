@@ -67,24 +67,29 @@ class ActivationOffload:
             block.forward = partial(self._forward, index, block, block.forward)
 
     def _forward(
-        self, index: int, block: nn.Module, forward: Callable[..., Tensor], x: Tensor, *inputs: Any
+        self,
+        index: int,
+        block: nn.Module,
+        forward: Callable[..., Tensor],
+        *inputs: Any,
+        **options: Any,
     ) -> Tensor:
         if not torch.is_grad_enabled():
-            return forward(x, *inputs)
+            return forward(*inputs, **options)
         if index >= RESIDENT:
             self._free(self._saved[index - RESIDENT])
         saved = _Saved()
         self._saved[index] = saved
         is_copied = index < len(self._saved) - RESIDENT
-        # FSDP frees and refills the storage of parameters, and all blocks share the other inputs.
+        # FSDP frees and refills the storage of parameters, and all blocks share the inputs after x.
         excluded: set[int] = set()
-        for value in (*block.parameters(), *tree_leaves(inputs)):
+        for value in (*block.parameters(), *tree_leaves((inputs[1:], options))):
             excluded.update(_storages(value))
 
         pack = partial(self._pack, saved, is_copied, excluded)
         unpack = partial(self._unpack, saved, index)
         with saved_tensors_hooks(pack, unpack):
-            y = forward(x, *inputs)
+            y = forward(*inputs, **options)
         saved.copied = self._stream.record_event()
         return y
 
