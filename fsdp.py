@@ -250,9 +250,7 @@ class Trainer:
         parallelize.initialize_parameters(self.model, run.seed, transfer)
         for line in [*run.notes(), run.summary(world)]:
             logger.info(line)
-        self.optimizer = optim.Optimizer(
-            hp.optim, self.model.named_parameters(), transfer, run.amp_dtype
-        )
+        self.optimizer = optim.Optimizer(hp.optim, self.model, transfer, run.amp_dtype)
         self.balance = ExpertBalance(self.model, world)
         self.scaler = precision.LossScaler(run.amp_dtype, world.device)
         self.spikes = skipping.SpikeFilter(hp.skipping, world.device)

@@ -292,7 +292,7 @@ class Bench:
         dtype = precision.compute_dtype(hp.precision, self.device)
         transformer = fsdp.build_model(hp, mesh, dtype)
         parallelize.initialize_parameters(transformer, 0)
-        optimizer = optim.Optimizer(hp.optim, transformer.named_parameters(), compute_dtype=dtype)
+        optimizer = optim.Optimizer(hp.optim, transformer, compute_dtype=dtype)
         n_micro_steps = derive_global_batch_size(hp.data, 1) // hp.data.batch_size
         shape = (hp.data.batch_size, hp.model.max_seq_len)
         inputs, targets = torch.randint(hp.model.vocab_size, (2, *shape), device=self.device)

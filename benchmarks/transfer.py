@@ -149,7 +149,7 @@ class Run:
         transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
         self.model = Transformer(hp.own_model)
         parallelize.initialize_parameters(self.model, seed, transfer)
-        self.optimizer = optim.Optimizer(hp.optim, self.model.named_parameters(), transfer)
+        self.optimizer = optim.Optimizer(hp.optim, self.model, transfer)
         data = open_data(
             hp.data, hp.model.vocab_size, hp.model.max_seq_len, hp.data.batch_size, SEED
         )

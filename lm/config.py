@@ -861,8 +861,8 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
     if hp.objective.of_pairs and not examined.packing:
         problem = f"needs pairs in one sequence, which {kind} does not keep apart"
         yield "objective", f"dpo: {problem}; remove objective"
-    if hp.optim.optimizer == "muon":
-        yield "optimizer", f"muon is for models of model.py, and {kind} is none; use adamw"
+    if hp.optim.optimizer == "muon" and not hp.model.linear_layers:
+        yield "optimizer", f"muon is for linear layers of blocks, and {kind} has none; use adamw"
 
 
 # ---- errors of pydantic as sentences

@@ -72,7 +72,7 @@ def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
     """Return the bytes of the run's model and optimizer, from both on the meta device."""
     with torch.device("meta"):
         model = lora.add_adapters(new_model(hp.model), hp.lora, dtype)
-    optimizer = Optimizer(hp.optim, model.named_parameters(), compute_dtype=dtype)
+    optimizer = Optimizer(hp.optim, model, compute_dtype=dtype)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     moments = 0

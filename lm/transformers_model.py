@@ -225,6 +225,16 @@ class TransformersModel(nn.Module):
 
         return [module for module in self.network.modules() if has_kept(module)]
 
+    def router_weights(self) -> set[nn.Parameter]:
+        """Return the weights of linear layers with an output for each expert."""
+        n_experts = _share_of_experts(self.network.config).n_experts
+        found: set[nn.Parameter] = set()
+        for block in self.blocks:
+            for module in block.modules():
+                if isinstance(module, nn.Linear) and module.out_features == n_experts:
+                    found.add(cast(nn.Parameter, module.weight))
+        return found
+
     def kept_in_float32(self, dtype: torch.dtype | None) -> set[nn.Parameter]:
         """Return the parameters that are computed with in float32, whatever `dtype` is."""
         if dtype is None:

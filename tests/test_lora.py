@@ -275,7 +275,7 @@ def built(
     model = build_model(hp, world.device_mesh(shape), dtype)
     parallelize.initialize_parameters(model, 7)
     weights.load_into(model, str(hp.checkpoint.init_from), world, lambda _: None)
-    return model, optim.Optimizer(hp.optim, model.named_parameters())
+    return model, optim.Optimizer(hp.optim, model)
 
 
 def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:

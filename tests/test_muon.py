@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
 from lm import config
 from lm.errors import ConfigError
+from lm.hf import weights
 from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import muon, optim, parallelize
 from lm.training.optim import OptimConfig
+from lm.transformers_model import new_model
+from tests.support.hf import read_with_model_defaults, save_model
 from tests.support.hyperparameters import EXACT_RUN, TINY, named_keys
 from tests.support.parallelism import STRATEGIES, sharding_of
 from tests.support.ranks import run_ranks
@@ -72,7 +77,7 @@ class Blocks(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(10, 8)
-        self.blocks = nn.ParameterList(nn.Parameter(random_matrix(shape)) for shape in SHAPES)
+        self.blocks = nn.ModuleList(nn.Linear(inner, out, bias=False) for out, inner in SHAPES)
         self.norm = nn.LayerNorm(8)
 
 
@@ -91,7 +96,7 @@ def take_step(optimizer: optim.Optimizer, lr: float = 0.01) -> Tensor:
 
 def make_optimizer(model: nn.Module, **settings: Any) -> optim.Optimizer:
     settings = {"optimizer": "muon", "beta2": 0.95} | settings
-    return optim.Optimizer(OptimConfig.model_validate(settings), model.named_parameters())
+    return optim.Optimizer(OptimConfig.model_validate(settings), model)
 
 
 def test_muon_equals_pytorchs() -> None:
@@ -129,7 +134,7 @@ def test_muon_leaves_other_parameters_to_adamw() -> None:
     assert torch.equal(both.embedding.weight, alone.embedding.weight)
     assert torch.equal(both.norm.bias, alone.norm.bias)
     keys = {name for name in optimizers[0].state_dict() if name.startswith("blocks.")}
-    assert keys == {f"blocks.{index}.momentum_buffer" for index in range(len(SHAPES))}
+    assert keys == {f"blocks.{index}.weight.momentum_buffer" for index in range(len(SHAPES))}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -156,7 +161,7 @@ def test_muon_skips_a_nonfinite_gradient(value: float) -> None:
     tensors = model.state_dict() | optimizer.state_dict()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     fill_gradients(model, 1)
-    gradient = model.blocks[1].grad
+    gradient = model.get_parameter("blocks.1.weight").grad
     assert gradient is not None
     gradient[2, 3] = value
     assert take_step(optimizer) == 1
@@ -172,7 +177,7 @@ def test_muon_momentum_in_bfloat16_is_close() -> None:
             fill_gradients(model, step)
             take_step(optimizer)
         results.append(model)
-        momentum = optimizer.state_dict()["blocks.0.momentum_buffer"]
+        momentum = optimizer.state_dict()["blocks.0.weight.momentum_buffer"]
         assert momentum.dtype == getattr(torch, dtype)
     for exact, rounded in zip(*(model.blocks.parameters() for model in results), strict=True):
         torch.testing.assert_close(exact, rounded, atol=5e-3, rtol=0)
@@ -187,14 +192,18 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def train_on_equal_gradients(world: World, sharding: str) -> dict[str, Tensor]:
+def train_on_equal_gradients(
+    world: World, sharding: str, run: dict[str, Any] = UNEVEN
+) -> dict[str, Tensor]:
     """Muon's weights and momentums after three steps whose gradients depend on their names only."""
-    settings = UNEVEN | sharding_of(sharding, world.size) | {"weight_decay": 0.1}
-    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    settings = run | sharding_of(sharding, world.size) | {"weight_decay": 0.1}
+    hp = read_with_model_defaults(settings)
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
     model = build_model(hp, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, 7)
-    optimizer = optim.Optimizer(hp.optim, model.named_parameters())
+    if hp.checkpoint.init_from is not None:
+        weights.read_directory(Path(hp.checkpoint.init_from), model)
+    optimizer = optim.Optimizer(hp.optim, model)
     for step in range(3):
         for index, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * step + index)
@@ -214,6 +223,39 @@ def train_on_equal_gradients(world: World, sharding: str) -> dict[str, Tensor]:
 
 def train_with_each(world: World, shardings: tuple[str, ...]) -> list[dict[str, Tensor]]:
     return [train_on_equal_gradients(world, sharding) for sharding in shardings]
+
+
+def train_from(world: World, init_from: str, shardings: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    run = {"dataset": "synthetic", "optimizer": "muon", "init_from": init_from}
+    return [train_on_equal_gradients(world, sharding, run) for sharding in shardings]
+
+
+@pytest.mark.slow
+def test_muon_gives_equal_weights_of_a_model_of_transformers(tmp_path: Path) -> None:
+    save_model("glm4_moe", tmp_path, {"hidden_size": 36})
+    [[expected]] = run_ranks(1, train_from, str(tmp_path), STRATEGIES[:1])
+    parameters = load_file(tmp_path / "model.safetensors")
+    layers = {name for name in parameters if re.search(r"_proj\.weight", name)}
+    layers = {f"network.{name}" for name in layers if ".experts." not in name}
+    assert layers == {name for name in expected if not name.endswith(".momentum_buffer")}
+    for n_ranks, shardings in ((2, STRATEGIES[:1]), (4, STRATEGIES[2:4])):
+        for results in run_ranks(n_ranks, train_from, str(tmp_path), shardings):
+            assert len(results) == len(shardings)
+            for tensors in results:
+                different = [n for n in expected if not torch.equal(tensors[n], expected[n])]
+                assert not different
+
+
+def test_muon_leaves_routers_and_experts_to_adamw(tmp_path: Path) -> None:
+    for kind in ("llama4_text", "phimoe"):
+        save_model(kind, tmp_path / kind)
+        hp = read_with_model_defaults({"init_from": str(tmp_path / kind), "dataset": "synthetic"})
+        model = new_model(hp.model)
+        names = {p: name for name, p in model.named_parameters()}
+        found = {names[p].split(".")[-2] for p in optim.find_matrices(model)}
+        assert found >= {"q_proj", "k_proj", "v_proj", "o_proj"}, kind
+        assert not [name for name in found if "router" in name or name == "gate"], kind
+        assert all(p.ndim == 2 for p in optim.find_matrices(model))
 
 
 def train_with_exchanges_of(

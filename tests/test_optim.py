@@ -143,7 +143,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_optimizer_step_equals_pytorchs(dtype: str, clip: float | None, scale: float) -> None:
     model, reference_model = network("2.weight"), network("2.weight")
     settings = config(weight_decay=0.1, beta1=0.8, beta2=0.95, grad_clip=clip, optim_dtype=dtype)
-    optimizer = Optimizer(settings, model.named_parameters())
+    optimizer = Optimizer(settings, model)
     trained = [p for p in reference_model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim == n], "weight_decay": decay}
@@ -174,9 +174,7 @@ def test_optimizer_step_equals_pytorchs(dtype: str, clip: float | None, scale: f
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_optimizer_skips_a_nonfinite_gradient(dtype: str, value: float, clip: float | None) -> None:
     model = network()
-    optimizer = Optimizer(
-        config(grad_clip=clip, beta2=0.95, optim_dtype=dtype), model.named_parameters()
-    )
+    optimizer = Optimizer(config(grad_clip=clip, beta2=0.95, optim_dtype=dtype), model)
     fill_gradients(model, 0)
     take_step(optimizer)
     weights, state = copies(model.state_dict()), copies(optimizer.state_dict())
@@ -196,7 +194,7 @@ def test_optimizer_skipped_steps_do_not_change_later_ones(dtype: str) -> None:
     states = []
     for gradients in ([0, 1, 2], [None, 0, None, 1, None, 2]):
         model = network()
-        optimizer = Optimizer(config(beta2=0.95, optim_dtype=dtype), model.named_parameters())
+        optimizer = Optimizer(config(beta2=0.95, optim_dtype=dtype), model)
         for seed in gradients:
             fill_gradients(model, seed or 0, math.nan if seed is None else 1.0)
             take_step(optimizer)
@@ -209,7 +207,7 @@ def test_optimizer_skipped_steps_do_not_change_later_ones(dtype: str) -> None:
 def test_optimizer_state_dict_resumes(dtype: str) -> None:
     keys = ("step", "exp_avg", "exp_avg_sq")
     first, second = network(), network()
-    optimizer = Optimizer(config(beta2=0.95, optim_dtype=dtype), first.named_parameters())
+    optimizer = Optimizer(config(beta2=0.95, optim_dtype=dtype), first)
     assert optimizer.state_dict().keys() == {
         f"{name}.{key}" for name, _ in first.named_parameters() for key in keys
     }
@@ -217,7 +215,7 @@ def test_optimizer_state_dict_resumes(dtype: str) -> None:
         fill_gradients(first, seed)
         take_step(optimizer)
     second.load_state_dict(first.state_dict())
-    resumed = Optimizer(config(beta2=0.95, optim_dtype=dtype), second.named_parameters())
+    resumed = Optimizer(config(beta2=0.95, optim_dtype=dtype), second)
     assert equal(second.state_dict(), first.state_dict())
     for name, tensor in resumed.state_dict().items():  # as loading a checkpoint does
         tensor.copy_(optimizer.state_dict()[name])

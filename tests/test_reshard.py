@@ -34,7 +34,7 @@ def build(world: World, sharding: str, seed: int) -> tuple[AnyModel, optim.Optim
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
     model = build_model(hp, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, seed)
-    optimizer = optim.Optimizer(hp.optim, model.named_parameters())
+    optimizer = optim.Optimizer(hp.optim, model)
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
             optimizer.state_dict()[f"{name}.{moment}"].copy_(parameter.detach() * 2)

@@ -58,7 +58,7 @@ def build(hp: Hyperparameters) -> tuple[Transformer, optim.Optimizer]:
     transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
     model = Transformer(hp.own_model)
     parallelize.initialize_parameters(model, 7, transfer)
-    return model, optim.Optimizer(hp.optim, model.named_parameters(), transfer)
+    return model, optim.Optimizer(hp.optim, model, transfer)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -319,7 +319,7 @@ def train_on_equal_gradients(world: World, sharding: str) -> tuple[list[float], 
     shape = parallelize.mesh_shape(hp.parallel, world.size, 1)
     model = build_model(hp, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, 7, transfer)
-    optimizer = optim.Optimizer(hp.optim, model.named_parameters(), transfer)
+    optimizer = optim.Optimizer(hp.optim, model, transfer)
     norms = []
     for step in range(3):
         for index, parameter in enumerate(model.parameters()):

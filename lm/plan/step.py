@@ -241,9 +241,7 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
             model.loss.logits_limit = find_logits_limit(
                 torch.device(ranks.device_type), int(ranks.memory)
             )
-            optimizer = optim.Optimizer(
-                hp.optim, model.named_parameters(), compute_dtype=ranks.dtype
-            )
+            optimizer = optim.Optimizer(hp.optim, model, compute_dtype=ranks.dtype)
             for parameter in model.parameters():
                 live.add(parameter, HOST if offloads_state else PARAMETERS)
             for moment in optimizer.state_dict().values():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 from lm.training.config import OptimConfig
 from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.transfer import UNSCALED, Scale, Transfer
+from lm.transformers_model import AnyModel, TransformersModel
 
 ADAM_EPS = 1e-8
 """added to the root of AdamW's mean of squared gradients"""
@@ -47,6 +48,18 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
         case "cosine":
             decay = (1 - math.cos(math.pi * progress)) / 2
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
+
+
+def find_matrices(model: AnyModel) -> set[nn.Parameter]:
+    """Return the weights of the linear layers in blocks, but of routers, which Muon updates."""
+    matrices: set[nn.Parameter] = set()
+    for block in model.blocks:
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                matrices.add(cast(nn.Parameter, module.weight))
+    if isinstance(model, TransformersModel):
+        matrices -= model.router_weights()
+    return matrices
 
 
 def group_by_scale(
@@ -159,6 +172,7 @@ class Optimizer:
     `requires_grad=False` are left out.
 
     Args:
+        model: with `blocks`, of which Muon updates the matrices.
         transfer: of the learning rate, the weight decay and epsilon.
         compute_dtype: of forward and backward; None = float32.
     """
@@ -166,12 +180,15 @@ class Optimizer:
     def __init__(
         self,
         config: OptimConfig,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        model: nn.Module,
         transfer: Transfer = UNSCALED,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._grad_clip = config.grad_clip
-        self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        of_muon: set[nn.Parameter] = set()
+        if config.optimizer == "muon":
+            of_muon = find_matrices(cast(AnyModel, model))
         self._multipliers: dict[str, float] = {}
         matrices: dict[nn.Parameter, Scale] = {}
         hidden_matrices: dict[nn.Parameter, Scale] = {}
@@ -181,7 +198,7 @@ class Optimizer:
             self._multipliers[name] = scale.multiplier
             if p.ndim < 2:
                 vectors[p] = scale
-            elif config.optimizer == "muon" and name.startswith("blocks."):
+            elif p in of_muon:
                 hidden_matrices[p] = scale
             else:
                 matrices[p] = scale

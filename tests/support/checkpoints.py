@@ -93,7 +93,7 @@ def toy_model(value: float, config: ModelConfig = TOY) -> Transformer:
 def state_of(model: nn.Module, **settings: Any) -> State:
     """The state of a run that trains `model`, of which no step was done."""
     config = OptimConfig.model_validate(settings)
-    optimizer = Optimizer(config, model.named_parameters())
+    optimizer = Optimizer(config, model)
     return {"model": trained_parameters(model), "optim": optimizer.state_dict(), "scaler": {}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,13 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
     return model
 
 
-def complete_values(kind: str, **changes: Any) -> dict[str, Any]:
-    """Return the values of a small model of a `kind` of transformers."""
+def complete_values(kind: str, sizes: Mapping[str, int] = {}, **changes: Any) -> dict[str, Any]:
+    """Return the values of a small model of a `kind` of transformers.
+
+    Args:
+        sizes: instead of the small ones.
+        changes: of the config of which the small one is made.
+    """
     config = transformers.CONFIG_MAPPING[kind]()
     raw = json.loads(config.to_json_string()) | {"model_type": kind} | changes
     values = next(small_configs(text_config(raw), derived=()))
@@ -110,7 +116,7 @@ def complete_values(kind: str, **changes: Any) -> dict[str, Any]:
             values[key] = VOCABULARY
     if "max_position_embeddings" in values:
         values["max_position_embeddings"] = 256
-    return values
+    return values | dict(sizes)
 
 
 def randomize(model: nn.Module) -> None:
@@ -125,9 +131,9 @@ def randomize(model: nn.Module) -> None:
                 parameter += 0.05 * noise
 
 
-def save_model(kind: str, folder: Path, **changes: Any) -> None:
+def save_model(kind: str, folder: Path, sizes: Mapping[str, int] = {}, **changes: Any) -> None:
     """Save a small model of a `kind` of transformers, with a tokenizer."""
-    values = complete_values(kind, **changes)
+    values = complete_values(kind, sizes, **changes)
     model = transformers.AutoModelForCausalLM.from_config(read_config(values))
     randomize(model)
     model.save_pretrained(folder)
@@ -195,7 +201,7 @@ def start_as_ours(adapters: dict[str, nn.Parameter], hp: config.Hyperparameters,
 
 
 def train_reference(
-    model: nn.Module, optimizer: torch.optim.Optimizer, hp: config.Hyperparameters, seed: int
+    model: nn.Module, optimizer: Any, hp: config.Hyperparameters, seed: int
 ) -> list[float]:
     """Train a model of transformers on the batches of a run; return the loss of each step."""
     total = hp.data.total_batch_size or 0
