@@ -30,6 +30,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """So do layers of which products and attention are kept."""
     lora: bool
     """Adapters that are merged compute what they did."""
+    nf4: bool = False
+    """Layers of quantized weights compute what these, dequantized, do."""
     compilation: bool = False
     """Layers can be compiled, each as one graph."""
     untrained: list[str] = []

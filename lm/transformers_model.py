@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -554,6 +555,27 @@ def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
             if isinstance(module, nn.Linear):
                 shapes[names[module]] = (module.out_features, module.in_features)
     return shapes
+
+
+@functools.cache
+def _source_of(module_name: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module_name])
+    except OSError:  # not in a file
+        return ""
+
+
+def reads_weight(parent: nn.Module, name: str) -> bool:
+    """Return whether code of `parent` reads the weight of its layer `name`, and may not call it.
+
+    Maybe on another device or with another kernel only, e.g. to multiply by it or for its dtype.
+    """
+    pattern = re.compile(rf"\bself\.{re.escape(name)}\.weight\b")
+    for base in type(parent).__mro__:
+        is_foreign = base.__module__.partition(".")[0] not in ("torch", "builtins")
+        if is_foreign and pattern.search(_source_of(base.__module__)):
+            return True
+    return False
 
 
 class _Experts(NamedTuple):

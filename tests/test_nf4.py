@@ -26,7 +26,7 @@ from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
 from lm.hf import weights
-from lm.training import nf4
+from lm.training import lora, nf4
 from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import (
@@ -482,12 +482,23 @@ def test_values_that_do_not_fit_nf4_are_refused(
         assert re.search(part, problem)
 
 
-def test_shapes_that_64_does_not_divide_are_refused(tmp_path: Path) -> None:
+def test_layers_whose_inputs_64_does_not_divide_stay_dense_and_are_named(tmp_path: Path) -> None:
     make_reference(MODELS["llama"] | {"intermediate_size": 96}).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError) as refused:
+    hp = read_with_model_defaults(settings(tmp_path))
+    model = lora.add_adapters(Transformer(hp.own_model), hp.lora, torch.bfloat16)
+    dtypes = {name.split(".")[-2]: p.dtype for name, p in model.blocks.named_parameters()}
+    assert dtypes["up_proj"] == torch.uint8
+    assert dtypes["down_proj"] == torch.bfloat16
+    note = lora.describe_dense(hp.lora, hp.model)
+    assert note is not None
+    assert re.search(r"nf4 holds 78% .* stay ffn.down_proj.weight \(24.6K\)$", note)
+
+
+def test_models_without_a_layer_that_64_divides_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 96}
+    make_reference(MODELS["llama"] | sizes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"base_dtype: nf4: no linear layer .* of 64 inputs"):
         read_with_model_defaults(settings(tmp_path))
-    (problem,) = refused.value.problems
-    assert re.search(r"base_dtype: nf4: 96 inputs of down_proj \(64 x 96\) .*64; ", problem)
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "mxfp4"])

@@ -15,12 +15,12 @@ from lm import sampling
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import examine, export
-from lm.hf.base import load_merged_model, open_model
+from lm.hf.base import load_merged_model, load_trained_model, open_model
 from lm.runtime.world import World
 from lm.tasks.packing import tokenize
 from lm.tasks.scoring import Scorer
 from lm.tasks.task import Choice, Question, Task
-from lm.training import lora, parallelize
+from lm.training import lora, nf4, parallelize
 from lm.transformers_model import NETWORK, TransformersModel, new_model, text_config
 from tests.support.hf import (
     add_tokenizer,
@@ -31,6 +31,7 @@ from tests.support.hf import (
     train_reference,
 )
 from tests.support.hyperparameters import named_keys
+from tests.support.parallelism import train_each
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
 
@@ -39,6 +40,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Setting `save_embedding_layers`",
 )
 
+WIDE = {"intermediate_size": 128}
+"""of which all linear layers have a multiple of 64 inputs"""
 KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "gpt_oss")
 """convolutions, layers that share keys, scaled queries, latent experts, masks without positions"""
 LEAKY = "mamba2"
@@ -78,6 +81,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     for kind in (*KINDS, LEAKY):
         save_model(kind, folder / kind)
+    for kind in ("ministral3", "qwen3_5_text", "gpt_oss"):
+        save_model(kind, folder / f"{kind}-wide", WIDE)
     save_wrapper(folder / "wrapper")
     return {path.name: path for path in folder.iterdir()}
 
@@ -86,8 +91,9 @@ def settings(source: Path, **changes: Any) -> dict[str, Any]:
     return TRAINING | {"init_from": str(source)} | changes
 
 
-def load_reference(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def load_reference(folder: Path, **options: Any) -> Any:
+    options |= {"dtype": torch.float32}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def reference_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
@@ -214,15 +220,38 @@ def test_compiled_layers_of_transformers_train_as_others(
     assert losses[1] == pytest.approx(losses[0], rel=3e-6)
 
 
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": False,
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+"""how bitsandbytes quantizes as `base_dtype: nf4` does"""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "base_dtype"),
+    [
+        ("ministral3", None),
+        ("ministral3-wide", "nf4"),
+        ("qwen3_5_text-wide", "nf4"),
+        ("gpt_oss-wide", "nf4"),
+    ],
+)
 def test_adapters_of_a_model_of_transformers_train_as_in_peft(
-    models: dict[str, Path], tmp_path: Path
+    name: str, base_dtype: str | None, models: dict[str, Path], tmp_path: Path
 ) -> None:
     import peft  # imports torchao, which takes seconds: not in all ranks
 
-    folder = models["ministral3"]
-    run = settings(folder, lora_rank=3, lr=1e-3)
-    run_fsdp(tmp_path, ranks=2, config=run, code=0)
+    folder = models[name]
+    run = settings(folder, lora_rank=3, lr=1e-3, base_dtype=base_dtype)
+    done = run_fsdp(tmp_path, ranks=2, config=run, code=0)
+    assert ("experts.gate_up_proj" in done.stdout) is (name == "gpt_oss-wide")
+    options_of_base: dict[str, Any] = {}
+    if base_dtype == "nf4":
+        quantization = transformers.BitsAndBytesConfig(**NF4)
+        options_of_base["quantization_config"] = quantization
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
 
     hp = read_with_model_defaults(run)
@@ -232,7 +261,8 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
     initial = lora.trained_parameters(adapted)
     options: dict[str, Any] = {"r": 3, "lora_alpha": 16, "target_modules": "all-linear"}
     model = peft.get_peft_model(
-        load_reference(folder), peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        load_reference(folder, **options_of_base),
+        peft.LoraConfig(task_type="CAUSAL_LM", **options),
     ).train()
     parameters = dict(model.named_parameters())
     for name, tensor in initial.items():
@@ -253,26 +283,33 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
         torch.testing.assert_close(loaded(tokens).logits, merged, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lora_rank", [None, 2])
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, "torch.bfloat16"),
+        ({"lora_rank": 2}, "torch.bfloat16"),
+        ({"lora_rank": 2, "base_dtype": "nf4"}, "torch.uint8"),
+    ],
+    ids=str,
+)
 def test_what_transformers_keeps_in_float32_is_gathered_in_it(
-    lora_rank: int | None, tmp_path: Path
+    changes: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
     save_model("ernie4_5_moe", tmp_path)
-    expected = {"gate.weight": "torch.float32", "q_proj.weight": "torch.bfloat16"}
-    assert run_ranks(2, gather_dtypes, str(tmp_path), lora_rank) == [expected, expected]
+    expected = {"gate.weight": "torch.float32", "q_proj.weight": dtype}
+    assert run_ranks(2, gather_dtypes, str(tmp_path), changes) == [expected, expected]
 
 
-def gather_dtypes(world: World, folder: str, lora_rank: int | None) -> dict[str, str]:
+def gather_dtypes(world: World, folder: str, changes: dict[str, Any]) -> dict[str, str]:
     """Return the dtypes in which a forward pass sees two of the weights of a model."""
     from fsdp import build_model
 
-    changes = {"amp_dtype": "bfloat16", "lora_rank": lora_rank}
-    hp = read_with_model_defaults(settings(Path(folder), **changes))
+    hp = read_with_model_defaults(settings(Path(folder), amp_dtype="bfloat16", **changes))
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
     model = build_model(hp, world.device_mesh(shape), torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(0.01)
+            parameter.fill_(0.01 if parameter.is_floating_point() else 0)
     seen: dict[str, str] = {}
 
     def see(module: nn.Module, *_: Any) -> None:
@@ -289,6 +326,121 @@ def gather_dtypes(world: World, folder: str, lora_rank: int | None) -> dict[str,
     tokens = torch.ones(1, 8, dtype=torch.int64)
     assert model(tokens, tokens).isfinite()
     return seen
+
+
+NF4_RUN = {"lora_rank": 2, "base_dtype": "nf4", "lr": 1e-3, "max_steps": 4, "validation_rate": 4}
+NF4_OPTIONS: dict[str, dict[str, Any]] = {
+    "grad-shard": {"sharding": "grad-shard"},
+    "recompute": {"activation_checkpointing": "full"},
+    "offload-activations": {"activation_offload": True},
+}
+
+
+@pytest.mark.slow
+def test_quantized_models_of_transformers_train_alike_however_they_are_sharded(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    def train(ranks: int, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        of_model = {name: base | changes for name, changes in runs.items()}
+        return run_ranks(ranks, train_each, str(tmp_path), of_model, {})[0]
+
+    base = settings(models["ministral3-wide"], **NF4_RUN)
+    one = train(1, {"one": {}, "compiled": {"compile": True}, "dense": {"base_dtype": None}})
+    assert one["compiled"] == pytest.approx(one["one"], rel=1e-5)
+    assert one["dense"] != pytest.approx(one["one"], rel=1e-4)
+    for name, losses in train(2, NF4_OPTIONS).items():
+        assert losses == pytest.approx(one["one"], rel=1e-6), name
+    batch = {"batch_size": 1, "total_batch_size": 3}
+    expected = train(1, {"batch-of-three": batch})["batch-of-three"]
+    # Three ranks cannot share the rows evenly.
+    assert train(3, {"three": batch})["three"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_wrapped_models_on_nf4_resume_exactly_and_merge_into_the_original(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = models["wrapper"]
+    run = settings(folder, lora_rank=2, base_dtype="nf4", lr=1e-2, max_steps=4, validation_rate=2)
+    run |= {"checkpoint_rate": 2}
+    done = run_fsdp(tmp_path / "at once", ranks=2, config=run, code=0)
+    assert "as they are stay mlp.down_proj.weight" in done.stdout  # which has 96 inputs
+    run_fsdp(tmp_path / "resumed", "stop_at_step=2", ranks=2, config=run, code=0)
+    run_fsdp(tmp_path / "resumed", ranks=2, config=run, code=0)
+    assert read_exact_metrics(tmp_path / "resumed") == read_exact_metrics(tmp_path / "at once")
+
+    checkpoint = checkpoints_by_step(tmp_path / "resumed")[4]
+    tokens = torch.arange(24)[None]
+    quantized = load_trained_model(checkpoint, torch.device("cpu")).eval()
+    merged = load_merged_model(checkpoint, torch.device("cpu")).eval()
+    assert hf_main.main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert "adapters trained on an NF4 base" in capsys.readouterr().err
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    )
+    with torch.no_grad():
+        of_quantized = quantized(tokens)
+        of_merged = merged(tokens)
+        of_exported = exported.eval()(tokens).logits
+        # What the quantized model computes is the merged one with dequantized weights.
+        original, _ = open_model(folder)
+        its_weights = dict(original.named_parameters())
+        packed = dict(quantized.named_parameters())
+        for name, weight in merged.named_parameters():
+            if packed[name].dtype == torch.uint8:
+                dequantized = nf4.dequantize(packed[name], torch.float32)
+                weight += dequantized - its_weights[name]
+        of_dequantized = merged(tokens)
+    torch.testing.assert_close(of_quantized, of_dequantized, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(of_exported, of_merged, atol=5e-2, rtol=5e-2)  # saved in bfloat16
+    assert (of_quantized - of_merged).abs().max() > 1e-2
+
+
+class Together:
+    """Optimizers that step together."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_muon_trains_a_model_of_transformers_as_in_a_plain_loop(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = models["glm4_moe"]
+    run = settings(folder, optimizer="muon", lr=1e-2, max_steps=6, validation_rate=3)
+    run |= {"checkpoint_rate": 3}
+    run_fsdp(tmp_path / "at once", ranks=2, config=run, code=0)
+    run_fsdp(tmp_path / "resumed", "stop_at_step=3", ranks=2, config=run, code=0)
+    run_fsdp(tmp_path / "resumed", ranks=2, config=run, code=0)
+    assert read_exact_metrics(tmp_path / "resumed") == read_exact_metrics(tmp_path / "at once")
+    losses = [report["loss"] for report in read_reports(tmp_path / "resumed").values()]
+
+    hp = read_with_model_defaults(run)
+    model = load_reference(folder).train()
+    layers = [module for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    matrices = [layer.weight for layer in layers]
+    of_muon = set(matrices)
+    rest = [parameter for parameter in model.parameters() if parameter not in of_muon]
+    decay = hp.optim.weight_decay
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    muon = torch.optim.Muon(
+        matrices, lr=1e-2, weight_decay=decay, adjust_lr_fn="match_rms_adamw", nesterov=True
+    )
+    optimizer = Together(muon, torch.optim.AdamW(groups, lr=1e-2))
+    # PyTorch's orthogonalizes in bfloat16.
+    assert losses == pytest.approx(train_reference(model, optimizer, hp, 7), rel=2e-3)
 
 
 # ---- commands
@@ -408,8 +560,7 @@ def test_transformers_computes_what_model_py_cannot(
         ({"d_model": 32}, "d_model"),
         ({"model": "gpt2"}, "n_heads"),
         ({"vocab_size": 301}, "vocab_size"),
-        ({"optimizer": "muon"}, "optimizer"),
-        ({"lora_rank": 2, "base_dtype": "nf4"}, "base_dtype"),
+        ({"float8": "tensorwise"}, "float8"),
         ({"dataset": "jsonl", "train_data": "x", "packing": True}, "packing"),
         ({"dataset": "text", "attend_across_documents": False}, "attend_across_documents"),
         ({"base_width": 32}, "base_width"),

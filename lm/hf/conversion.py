@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from lm.checkpoint.headers import TensorSlice, full_shape
-from lm.checkpoint.tensor_files import Source, read_into, torch_dtype
+from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into, torch_dtype
 from lm.errors import ConfigError, error_prefix, limit_problems
 from lm.hf.files import CONFIG_FILE, READ_DTYPES, find_slices, read_object, refuse_quantized
 from lm.shards import local_rows
+from lm.training import nf4
 from lm.transformers_model import (
     build_network,
     language_model_of,
@@ -313,7 +314,7 @@ class Conversion:
         """Fill this rank's rows of `targets`, by name in the network."""
         if group.converter is None:
             (target,) = targets.values()
-            read_into(target, Source(self.slices[group.source_names[0]]))
+            read_weight(target, Source(self.slices[group.source_names[0]]))
         elif group.is_stacked:
             (target,) = targets.values()
             local, start = local_rows(target)
@@ -321,13 +322,13 @@ class Conversion:
                 rows = slice(start, start + len(block))
                 if len(block):
                     (values,) = group.convert(self._read_sources(group, rows)).values()
-                    block.copy_(values)
+                    _fill(block, values)
                 start += len(block)
         else:
             converted = group.convert(self._read_sources(group, slice(None)))
             for name, target in targets.items():
                 local, start = local_rows(target)
-                local.copy_(converted.pop(name)[start : start + len(local)])
+                _fill(local, converted.pop(name)[start : start + len(local)])
 
     def _read_sources(self, group: Group, which: slice) -> dict[str, list[Tensor]]:
         """Read sources by pattern, of each pattern those at `which`."""
@@ -343,6 +344,28 @@ class Conversion:
         tensor = torch.empty(shape, dtype=torch_dtype(slices[0]))
         read_into(tensor, Source(slices))
         return tensor
+
+
+def read_weight(tensor: Tensor, source: Source) -> None:
+    """Fill this rank's rows of a parameter; of bytes of NF4, a few rows at a time are dense."""
+    if tensor.dtype != torch.uint8:
+        read_into(tensor, source)
+        return
+    local, start = local_rows(tensor)
+    inner = nf4.inner_width(tensor.shape[1])
+    n_rows = max(1, READ_BYTES // (4 * inner))
+    for target in local.split(n_rows):
+        rows = torch.empty(len(target), inner, device=local.device)
+        read_into(rows, source._replace(start=source.start + start))
+        target.copy_(nf4.quantize(rows))
+        start += len(target)
+
+
+def _fill(rows: Tensor, values: Tensor) -> None:
+    """Fill rows of a parameter, which may be bytes of NF4."""
+    if rows.dtype == torch.uint8:
+        values = nf4.quantize(values.to(rows.device))
+    rows.copy_(values)
 
 
 def split_rows(tensor: Tensor, n_bytes: int) -> Sequence[Tensor]:

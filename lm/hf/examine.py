@@ -12,7 +12,8 @@ than a second, each question by the class's own forward and as a run would:
     full_recomputation       layers recomputed in backward give the same gradients,
     selective_recomputation  also if products and attention are kept
     cache                    tokens read one by one give the logits of complete sequences
-    lora                     adapters that are merged compute what they did
+    lora                     adapters that are merged compute what they did,
+    nf4                      also on quantized weights that are dequantized
     compilation              layers traced by the compiler give the same gradients
 
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
@@ -39,7 +40,7 @@ from torch import Tensor, nn
 from lm.data.cache import cached
 from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs
-from lm.training import lora, parallelize
+from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
 from lm.transformers_config import Examined, PackedBy, TransformersConfig
 from lm.transformers_model import (
@@ -63,6 +64,7 @@ _NOISE = 1e-2
 _DOCUMENTS = (20, 9, 13)
 """tokens; more than windows and convolutions have"""
 _SEED = 7
+_NO_ADAPTERS = LoraConfig.model_validate({})
 
 Question = Literal[
     "hidden_states",
@@ -75,6 +77,7 @@ Question = Literal[
     "selective_recomputation",
     "cache",
     "lora",
+    "nf4",
     "compilation",
 ]
 _NEEDED: Mapping[Question, str] = {
@@ -116,6 +119,7 @@ class Examination(BaseModel, frozen=True):
             full_recomputation=self.findings["full_recomputation"].holds,
             selective_recomputation=self.findings["selective_recomputation"].holds,
             lora=self.findings["lora"].holds,
+            nf4=self.findings["nf4"].holds,
             compilation=self.findings["compilation"].holds,
             untrained=self.untrained,
         )
@@ -347,11 +351,11 @@ class _Exam:
         self.hidden_states = hidden_states
         self.documents = [_tokens(length, i) for i, length in enumerate(_DOCUMENTS)]
 
-    def build(self) -> TransformersModel:
-        """Return the model of a run with the weights of the small one."""
-        return self._build(self.packed_by)
+    def build(self, adapters: LoraConfig = _NO_ADAPTERS) -> TransformersModel:
+        """Return the model of a run with the weights of the small one, and empty adapters."""
+        return self._build(self.packed_by, adapters)
 
-    def _build(self, packed_by: PackedBy) -> TransformersModel:
+    def _build(self, packed_by: PackedBy, adapters: LoraConfig = _NO_ADAPTERS) -> TransformersModel:
         examined = Examined(
             hidden_states=self.hidden_states,
             packing=True,
@@ -360,6 +364,7 @@ class _Exam:
             full_recomputation=True,
             selective_recomputation=True,
             lora=True,
+            nf4=True,
             untrained=self.untrained,
         )
         config = TransformersConfig(
@@ -369,11 +374,15 @@ class _Exam:
             max_seq_len=128,
             **measure_sizes(self.small.network)._asdict(),
         )
-        model = TransformersModel(config)
+        with torch.device("meta"):
+            model = lora.add_adapters(TransformersModel(config), adapters, None)
         model.to_empty(device="cpu")
         tensors = model.network.state_dict()
         for name, tensor in self.small.network.state_dict().items():
-            tensors[name].copy_(tensor)
+            if tensors[name].shape == tensor.shape:
+                tensors[name].copy_(tensor)
+            else:
+                tensors[name].copy_(nf4.quantize(tensor))
         return model.train()
 
     @cached_property
@@ -528,9 +537,16 @@ class _Exam:
         return Finding(holds=True)
 
     def lora(self) -> Finding:
-        adapted = self.build()
-        config = LoraConfig.model_validate({"lora_rank": 4})
-        lora.add_adapters(adapted, config, None)
+        return self._compare_merged({"lora_rank": 4})
+
+    def nf4(self) -> Finding:
+        return self._compare_merged({"lora_rank": 4, "base_dtype": "nf4"})
+
+    def _compare_merged(self, values: Mapping[str, Any]) -> Finding:
+        """Return whether adapters on a base, quantized or not, compute what one matrix does."""
+        config = LoraConfig.model_validate(values)
+        adapted = self.build(config)
+        bases = adapted.state_dict()
         merged = self.build()
         generator = torch.Generator().manual_seed(_SEED)
         adapters = lora.trained_parameters(adapted)
@@ -540,6 +556,8 @@ class _Exam:
             for adapter in adapters.values():
                 adapter.copy_(0.1 * torch.randn(adapter.shape, generator=generator))
             for name, weight in merged.named_parameters():
+                if bases[name].shape != weight.shape:
+                    weight.copy_(nf4.dequantize(bases[name], weight.dtype))
                 lora.merge_adapter(adapters, config, name, weight)
             document = self.documents[0]
             return _compare(adapted(document), merged(document), "logits")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from lm.checkpoint.contents import verify
 from lm.checkpoint.headers import full_shape
-from lm.checkpoint.layout import model_of
+from lm.checkpoint.layout import lora_config, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import (
@@ -88,11 +88,15 @@ def export_model(
     directory = find_checkpoint(where)
     manifest = read_manifest(directory)
     config = model_of(directory, manifest)
-    if isinstance(config, TransformersConfig) and not adapters_only:
+    if adapters_only:
+        of_adapters = WEIGHT_DTYPES[dtype or "float32"]
+        return _export_adapters(out, directory, manifest, config, of_adapters)
+    if lora_config(directory, manifest, config).base_dtype is not None:
+        remedy = "--adapter writes them alone, for PEFT on a base in NF4"
+        warn(f"adapters trained on an NF4 base are merged into the original one; {remedy}")
+    if isinstance(config, TransformersConfig):
         return _export_of_transformers(out, directory, manifest, dtype, base_dir)
     dtype = dtype or "float32"
-    if adapters_only:
-        return _export_adapters(out, directory, manifest, config, WEIGHT_DTYPES[dtype])
     assert isinstance(config, ModelConfig)
     family = config_json.find_family(config)
     places, shapes = families.map_parameters(family, config)
@@ -114,9 +118,6 @@ def export_model(
     if manifest.base is not None:
         weights_dir = open_base(manifest.base, base_dir)
         adapters = read_adapters(directory, manifest)
-        if adapters.config.base_dtype is not None:
-            remedy = "--adapter writes them alone, for PEFT on a base in NF4"
-            warn(f"adapters trained on an NF4 base are merged into the original one; {remedy}")
     sources = find_weights(weights_dir, config).sources
     weights = _Weights(config, sources, adapters, places, shapes, WEIGHT_DTYPES[dtype])
     with make_draft(out, weights.n_bytes) as draft:

@@ -22,7 +22,7 @@ from lm.checkpoint.headers import TensorSlice, full_shape
 from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
-from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
+from lm.checkpoint.tensor_files import Source, read_into
 from lm.data import tokenizer
 from lm.data.hub import download_from_hub
 from lm.data.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ from lm.errors import (
     oserror_as_config_error,
 )
 from lm.hf import config_json, families
-from lm.hf.conversion import open_conversion
+from lm.hf.conversion import open_conversion, read_weight
 from lm.hf.examine import examine
 from lm.hf.families import Family
 from lm.hf.files import (
@@ -49,7 +49,7 @@ from lm.launch.console import warn
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
 from lm.shards import local_rows
-from lm.training import lora, nf4
+from lm.training import lora
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     AnyModel,
@@ -334,28 +334,13 @@ def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
-        if parameters[name].dtype == torch.uint8:
-            _read_quantized(parameters[name], source)
-        else:
-            read_into(parameters[name], source)
+        read_weight(parameters[name], source)
     if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
             f"{directory}: {CONFIG_FILE} ties lm_head.weight to the embedding, but the files have a"
             f" different one; set tie_word_embeddings: false in {CONFIG_FILE} to use it"
         )
     return unused
-
-
-def _read_quantized(tensor: Tensor, source: Source) -> None:
-    """Fill this rank's rows of an NF4 weight, of which a few at a time exist in float32."""
-    local, start = local_rows(tensor)
-    inner = nf4.inner_width(tensor.shape[1])
-    n_rows = max(1, READ_BYTES // (4 * inner))
-    for target in local.split(n_rows):
-        rows = torch.empty(len(target), inner, device=local.device)
-        read_into(rows, source._replace(start=source.start + start))
-        target.copy_(nf4.quantize(rows))
-        start += len(target)
 
 
 class FoundWeights(NamedTuple):

@@ -94,11 +94,10 @@ def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tupl
     for layers in linear_layers(model):
         shape = (layers.out, layers.inner)
         shapes[layers.kind] = min(shape, shapes.get(layers.kind, shape), key=min)
-    if config.base_dtype == "nf4":
-        for name, (out, inner) in shapes.items():
-            if inner % NF4_BLOCK:
-                problem = f"{inner} inputs of {name} ({out} x {inner}) are not a multiple of"
-                yield "base_dtype", f"nf4: {problem} {NF4_BLOCK}; remove base_dtype"
+    widths = {layers.inner for layers in linear_layers(model)}
+    if config.base_dtype == "nf4" and all(inner % NF4_BLOCK for inner in widths):
+        problem = f"no linear layer of the blocks has a multiple of {NF4_BLOCK} inputs"
+        yield "base_dtype", f"nf4: {problem}; remove base_dtype"
     targets = list(dict.fromkeys(config.lora_targets or shapes))
     for name in targets:
         if name not in shapes:

@@ -11,6 +11,7 @@ shrink with the rank (Kalajdzievski, 2023).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -22,7 +23,8 @@ from lm.training import nf4
 from lm.training.config import LoraConfig
 from lm.training.nf4 import NF4Linear
 from lm.transformers_config import AnyModelConfig
-from lm.transformers_model import TransformersModel, new_model
+from lm.transformers_model import TransformersModel, new_model, reads_weight, without_numbers
+from lm.units import format_parameters
 from model import InitRule, Transformer
 
 AdaptedModel = TypeVar("AdaptedModel", bound=Transformer | TransformersModel)
@@ -60,8 +62,11 @@ def add_adapters(
     if config.lora_rank is None:
         return model
     kept: set[nn.Parameter] = set()
+    ever_kept: set[nn.Parameter] = set()
+    """in any dtype, so that the base is the same in all"""
     if isinstance(model, TransformersModel):
         kept = model.kept_in_float32(dtype)
+        ever_kept = model.kept_in_float32(torch.float16)
     for parameter in model.requires_grad_(False).parameters():
         if parameter not in kept:
             parameter.data = parameter.data.to(dtype or torch.float32)
@@ -69,10 +74,37 @@ def add_adapters(
         for name, layer in list(parent.named_children()):
             if not isinstance(layer, nn.Linear):
                 continue
-            frozen = NF4Linear(layer) if config.base_dtype == "nf4" else layer
+            frozen: nn.Linear | NF4Linear = layer
+            is_free = layer.weight not in ever_kept and not reads_weight(parent, name)
+            if config.base_dtype == "nf4" and is_free and nf4.is_supported(layer):
+                frozen = NF4Linear(layer)
             is_target = config.lora_targets is None or name in config.lora_targets
             parent.register_module(name, LoraLinear(frozen, config) if is_target else frozen)
     return model
+
+
+def describe_dense(config: LoraConfig, model_config: AnyModelConfig) -> str | None:
+    """Return a line on what of the blocks `base_dtype` does not hold; None = next to nothing."""
+    if config.base_dtype is None:
+        return None
+    with torch.device("meta"):
+        model = add_adapters(new_model(model_config), config, None)
+    n_quantized = 0
+    dense: Counter[str] = Counter()
+    for block in model.blocks:
+        for name, parameter in block.named_parameters():
+            if parameter.dtype == torch.uint8:
+                n_quantized += len(parameter) * nf4.inner_width(parameter.shape[1])
+            elif not parameter.requires_grad:
+                dense[without_numbers(name)] += parameter.numel()
+    total = n_quantized + dense.total()
+    kinds = [
+        f"{kind} ({format_parameters(n)})" for kind, n in dense.most_common() if n > total / 100
+    ]
+    if not kinds:
+        return None
+    share = f"{n_quantized / total:.0%} of the weights of the blocks"
+    return f"base_dtype: {config.base_dtype} holds {share}; as they are stay {', '.join(kinds)}"
 
 
 def adapter_init_rule(name: str, parameter: Tensor) -> InitRule | None:

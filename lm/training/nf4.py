@@ -52,6 +52,11 @@ def inner_width(packed_width: int) -> int:
     return packed_width * 16 // 9
 
 
+def is_supported(layer: nn.Linear) -> bool:
+    """Return whether the rows of a linear layer, and of no class of others, are complete blocks."""
+    return type(layer) is nn.Linear and layer.in_features % NF4_BLOCK == 0
+
+
 def quantize(weight: Tensor) -> Tensor:
     """Return the bytes of rows of weights `(rows, in)`, `(rows, 9 in / 16)`."""
     levels = torch.tensor(LEVELS, device=weight.device)

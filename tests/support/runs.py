@@ -17,6 +17,7 @@ from benchmarks.observer import StepObserver
 from lm import config
 from lm.checkpoint.open_store import open_store
 from lm.determined.context import TorchDistributedContext
+from lm.hf import adapters
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from tests.support import PATIENCE, REPOSITORY
@@ -33,7 +34,9 @@ def train_in_world(
     on_step_start: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Call `fsdp.execute` off the cluster on the ranks of `world`; return the run's directory."""
-    hp = config.read_hyperparameters({"hyperparameters": hyperparameters}, [], "test")
+    hp = config.read_hyperparameters(
+        {"hyperparameters": hyperparameters}, [], "test", defaults=adapters.model_defaults
+    )
     run_dir = RunDir(hp.run.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(
