@@ -785,8 +785,6 @@ def _find_problems_of_experts(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
         if getattr(hp.transfer, key) is not None:
             problem = f"how the rates of {mixture} scale with its size is not derived"
             yield key, f"{problem}; remove {key}"
-    if hp.optim.optimizer == "muon":
-        yield "optimizer", f"muon does not orthogonalize the experts of {mixture}; use adamw"
     exported = "python -m lm.hf export, and set init_from to the directory"
     if hp.lora.lora_rank is not None:
         problem = f"{mixture} is pretrained without adapters; to fine-tune it, export it with"

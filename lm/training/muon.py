@@ -174,6 +174,9 @@ class Muon:
         dtype: torch.dtype,
     ) -> None:
         parameters = list(scales)
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        self._experts = [parameter for parameter in parameters if parameter.ndim == 3]
+        """matrices of experts, `(E, rows, columns)`, each of which is on one rank of a replica"""
         self._scales = scales
         self._momentum = momentum
         self._weight_decay = weight_decay
@@ -185,10 +188,10 @@ class Muon:
             self._rank = dist.get_rank()
         self._exchanges: list[list[list[nn.Parameter]]] = []
         """the parameters that each rank owns in an exchange, by rank"""
-        shapes = [parameter.shape for parameter in parameters]
+        shapes = [matrix.shape for matrix in matrices]
         rounds = assign_owners(shapes, self._shards.n_ranks)
         for owned in merge_rounds(rounds, shapes, EXCHANGED_VALUES):
-            self._exchanges.append([[parameters[i] for i in indices] for indices in owned])
+            self._exchanges.append([[matrices[i] for i in indices] for indices in owned])
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         for parameter in parameters:
             momentum_buffer = torch.zeros_like(parameter, dtype=state_dtype)
@@ -204,6 +207,12 @@ class Muon:
         """
         is_skipped = skipped.bool()
         lr_or_0 = lr * (1 - skipped)
+        for parameter in self._experts:
+            direction = self._advance(parameter, divisor, is_skipped)
+            of_experts = direction.view_as(to_local(parameter))
+            if len(of_experts) > 0:
+                update = torch.stack([orthogonalize(matrix) for matrix in of_experts])
+                self._update(parameter, update, lr_or_0)
         for owned in self._exchanges:
             directions = [
                 [self._advance(parameter, divisor, is_skipped) for parameter in parameters]
@@ -298,5 +307,5 @@ class Muon:
         scale = self._scales[parameter]
         lr = lr * scale.lr
         rows.mul_(1 - lr * (self._weight_decay * scale.weight_decay))
-        rms = ADAMW_RMS * math.sqrt(max(parameter.shape))
+        rms = ADAMW_RMS * math.sqrt(max(parameter.shape[-2:]))
         rows.sub_(update.float().view_as(rows) * (lr * rms))

@@ -15,6 +15,7 @@ from lm.training.config import OptimConfig
 from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.transfer import UNSCALED, Scale, Transfer
 from lm.transformers_model import AnyModel, TransformersModel
+from model import ExpertLinear, Experts
 
 ADAM_EPS = 1e-8
 """added to the root of AdamW's mean of squared gradients"""
@@ -53,13 +54,16 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 def find_matrices(model: AnyModel) -> set[nn.Parameter]:
     """Return the weights of the linear layers in blocks, but of routers, which Muon updates."""
     matrices: set[nn.Parameter] = set()
+    routers: set[nn.Parameter] = set()
+    if isinstance(model, TransformersModel):
+        routers = model.router_weights()
     for block in model.blocks:
         for module in block.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | ExpertLinear):
                 matrices.add(cast(nn.Parameter, module.weight))
-    if isinstance(model, TransformersModel):
-        matrices -= model.router_weights()
-    return matrices
+            elif isinstance(module, Experts):
+                routers.add(cast(nn.Parameter, module.router.weight))
+    return matrices - routers
 
 
 def group_by_scale(
