@@ -20,6 +20,8 @@ from lm.grouped_mm import grouped_mm
 from lm.hf.base import load_trained_model
 from lm.hf.config_json import find_family, write_config
 from lm.hf.export import export_model
+from lm.hf.files import read_object
+from lm.hf.weights import examined_config
 from lm.training import parallelize
 from lm.training.muon import orthogonalize
 from lm.training.optim import Optimizer
@@ -487,6 +489,10 @@ def test_export_computes_in_transformers_what_was_trained(model_type: str, tmp_p
     inputs = random_tokens()[:, :-1]
     with torch.no_grad():
         torch.testing.assert_close(network(inputs).logits, model(inputs), rtol=1e-5, atol=1e-5)
+    raw = read_object(tmp_path / "exported" / "config.json")
+    examined = examined_config(raw).examined  # to be fine-tuned
+    assert examined.full_recomputation
+    assert examined.selective_recomputation
     if model_type == "minimax_m2":
         biases = [layer.mlp.e_score_correction_bias for layer in network.model.layers]
         assert torch.equal(torch.stack(biases), read_bias(tmp_path, 3))

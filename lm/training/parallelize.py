@@ -130,15 +130,14 @@ SAVE_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.lm.grouped_mm.default,
-    torch.ops.aten.topk.default,
 }
 """Operators whose outputs selective activation checkpointing saves.
 
 They take most of the time, or, as the maxima for the scales of float8, little memory.
 """
 CHOICES = {torch.ops.aten.topk.default}
-"""Operators whose outputs are saved in any case: with other rounding, a token's experts could be
-others in backward than in forward."""
+"""Operators whose outputs blocks with experts save in any case: with other rounding, a token's
+experts could be others in backward than in forward. Routers of transformers write into theirs."""
 
 
 def apply_activation_checkpointing(model: AnyModel, mode: Literal["selective", "full"]) -> None:
@@ -154,7 +153,11 @@ def checkpoint_function(
     """Return `torch.utils.checkpoint.checkpoint` with the options of `mode`."""
     if mode == "full" and not has_experts:
         return partial(checkpoint, use_reentrant=False)
-    saved = SAVE_OPS if mode == "selective" else CHOICES
+    saved: set[Any] = set()
+    if mode == "selective":
+        saved |= SAVE_OPS
+    if has_experts:
+        saved |= CHOICES
     policy = partial(_save_policy, saved)
     options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
     if OFFLOADS_SELECTED:
