@@ -205,11 +205,15 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    parallelize.shard_in_float32(model, amp_dtype, fsdp_options)  # what transformers keeps in it
-    if hp.parallel.layer_wrap:
-        for unit in model.fsdp_units():  # the embedding, each block, the head
-            fully_shard(unit, **fsdp_options)
-    fully_shard(model, **fsdp_options)
+    # The embedding, each block, the head; all else is gathered with the model.
+    units = model.fsdp_units() if hp.parallel.layer_wrap else []
+    in_units = {parameter for unit in units for parameter in unit.parameters()}
+    kept = parallelize.kept_in_float32(model, amp_dtype)  # by transformers
+    fully_shard(model, **fsdp_options, ignored_params=in_units | kept)
+    parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
+    kept = parallelize.kept_in_float32(model, amp_dtype)  # as shards
+    for unit in units:
+        fully_shard(unit, **fsdp_options, ignored_params=kept)
     parallelize.tune_gathers(model, hp.precision.float8)
     model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
     return model

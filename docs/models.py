@@ -36,6 +36,7 @@ _INDEXED = {
 TYPICAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0, "clip_qkv": 8}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "qwen4_exp": {"text_config": _INDEXED},
     "qwen4_exp_text": _INDEXED,

@@ -9,9 +9,10 @@ from pydantic import BaseModel, Field
 from lm.fields import Config, Fixed, Logged
 from lm.model_config import ModelConfig, VocabSize
 
-PackedBy = Literal["position_ids", "attention_mask"]
+PackedBy = Literal["position_ids", "attention_mask", "seq_idx"]
 """Ways of telling a class which tokens of a row are of one document, by the argument that each adds
-to those before: positions, which start again; masks, for classes that make theirs without them."""
+to those before: positions, which start again; masks, for classes that make theirs without them;
+numbers of documents, for linear attention and convolutions, which lm.delta_rule computes then."""
 
 
 class Examined(BaseModel, frozen=True, extra="forbid"):

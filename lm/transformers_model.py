@@ -1,9 +1,10 @@
 """Models of transformers, behind the interface of model.py's `Transformer`.
 
 The modeling code is that of transformers: a class is built from its config and called, never
-changed. What this package promises of a model, e.g. that packed samples do not see each other, is
-asked of each class by an examination (lm/hf/examine.py), whose answers, `Examined`, decide how it
-is called here.
+changed, but for two functions that let packed documents see each other, in place of which it calls
+`lm.delta_rule`. What this package promises of a model, e.g. that packed samples do not see each
+other, is asked of each class by an examination (lm/hf/examine.py), whose answers, `Examined`,
+decide how it is called here.
 
 Reading order: `TransformersModel.forward`, then `build_network`.
 """
@@ -20,7 +21,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.launch.requirements import requires
 from lm.model_config import MAX_LAYERS, MAX_SIZE
@@ -70,6 +72,9 @@ class TransformersModel(nn.Module):
         self.loss = ChunkedLoss()
         self._accepted = inspect.signature(self.network.forward).parameters.keys()
         self._ties = _find_ties(self.network)
+        if config.examined.packed_by == "seq_idx":
+            for module in self.network.modules():
+                _use_our_operators(type(module).__module__)
         for name, parameter in self.network.named_parameters():
             if without_numbers(name) in config.examined.untrained:
                 parameter.requires_grad_(False)
@@ -116,7 +121,7 @@ class TransformersModel(nn.Module):
             raise ValueError(f"max_seq_len: {end} tokens exceed {self.config.max_seq_len}")
         if cache is not None:
             return self._next_logits(tokens, cache)
-        options = self._options_for(document_ids)
+        options = self._options_for(tokens, document_ids)
         if targets is not None and self.config.examined.hidden_states:
             base = self.network.base_model(input_ids=tokens, **options)
             x = base.last_hidden_state  # B T D
@@ -129,19 +134,25 @@ class TransformersModel(nn.Module):
         flat = logits.flatten(0, 1).float()
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
-    def _options_for(self, document_ids: Tensor | None) -> dict[str, Any]:
+    def _options_for(self, tokens: Tensor, document_ids: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the network for complete sequences."""
         options: dict[str, Any] = {}
+        packed_by = self.config.examined.packed_by
         if "use_cache" in self._accepted:
             options["use_cache"] = False
         if document_ids is None:
+            if packed_by == "seq_idx":  # one document per sequence, also by our operators
+                options["seq_idx"] = torch.zeros_like(tokens)
             return options
-        indices = torch.arange(document_ids.shape[1], device=document_ids.device)
-        position_ids = indices - find_document_starts(document_ids, indices)
+        indices = torch.arange(tokens.shape[1], device=tokens.device)
+        document_starts = find_document_starts(document_ids, indices)
+        position_ids = indices - document_starts
         if "position_ids" in self._accepted:
             options["position_ids"] = position_ids
-        if self.config.examined.packed_by != "position_ids":
+        if packed_by != "position_ids":
             options["attention_mask"] = self._make_masks(position_ids)
+        if packed_by == "seq_idx":
+            options["seq_idx"] = document_starts
         return options
 
     def _make_masks(self, position_ids: Tensor) -> Any:
@@ -190,7 +201,7 @@ class TransformersModel(nn.Module):
             if cache.tokens is not None:
                 tokens = torch.cat([cache.tokens, tokens], dim=1)
             cache.tokens = tokens
-            options = self._options_for(None)
+            options = self._options_for(tokens, None)
         if "logits_to_keep" in self._accepted:
             options["logits_to_keep"] = 1
         return self.network(input_ids=tokens, **options).logits[:, -1]
@@ -213,19 +224,6 @@ class TransformersModel(nn.Module):
 
         return [module for module in candidates if shares_nothing(module)]
 
-    def float32_modules(self, dtype: torch.dtype | None) -> list[nn.Module]:
-        """Return the modules with parameters that transformers keeps in float32.
-
-        Args:
-            dtype: of compute.
-        """
-        kept = self.kept_in_float32(dtype)
-
-        def has_kept(module: nn.Module) -> bool:
-            return any(parameter in kept for parameter in module.parameters(recurse=False))
-
-        return [module for module in self.network.modules() if has_kept(module)]
-
     def router_weights(self) -> set[nn.Parameter]:
         """Return the weights of linear layers with an output for each expert."""
         n_experts = _share_of_experts(self.network.config).n_experts
@@ -241,6 +239,8 @@ class TransformersModel(nn.Module):
         if dtype is None:
             return set()
         patterns = list(self.network._get_dtype_plan(dtype))
+        if self.config.examined.packed_by == "seq_idx":
+            patterns += _DECAYS
         if not patterns:
             return set()
         from transformers.core_model_loading import build_glob_alternation
@@ -449,6 +449,76 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+def _in_chunks(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the gated delta rule of a class, which is ours where it gets documents."""
+
+    @functools.wraps(theirs)
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        seq_idx: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if seq_idx is None:
+            return theirs(query, key, value, g=g, beta=beta, **options)
+        return gated_delta_rule(query, key, value, g, beta, seq_idx), None
+
+    return rule
+
+
+def _convolve(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the causal convolution of a class, which is ours where it gets documents."""
+
+    @functools.wraps(theirs)
+    def convolution(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if seq_idx is None:
+            return theirs(hidden_states, weight, bias, activation=activation, **options)
+        from transformers.activations import ACT2FN
+
+        output = causal_convolution(hidden_states.to(weight.dtype), weight, seq_idx)
+        if bias is not None:
+            output = output + bias[:, None]
+        if activation is not None:
+            output = ACT2FN[activation](output)
+        return output.to(hidden_states.dtype)
+
+    return convolution
+
+
+_OPERATORS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "torch_chunk_gated_delta_rule": _in_chunks,
+    "causal_conv1d_fn": _convolve,
+}
+"""Functions of modeling files that let packed documents see each other."""
+_DECAYS = ("A_log", "dt_bias")
+"""Parameters of the gated delta rule, which some classes keep in float32: rounded, they change
+logits by a percent."""
+
+
+@functools.cache
+def _use_our_operators(modeling_file: str) -> None:
+    """Let a module of transformers call our operators where its layers get `seq_idx`.
+
+    Layers look these functions up when they are called, and pass them what the model is called
+    with. So documents are an argument of each block, which recomputation and the compiler see, and
+    a call without documents, e.g. of a generation, is computed as before.
+    """
+    module = sys.modules[modeling_file]
+    for name, replace in _OPERATORS.items():
+        if hasattr(module, name):
+            setattr(module, name, replace(getattr(module, name)))
 
 
 def find_blocks(network: PreTrainedModel) -> list[nn.Module]:

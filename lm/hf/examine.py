@@ -173,7 +173,9 @@ def _versions() -> list[str]:
         except metadata.PackageNotFoundError:
             versions.append(f"no {name}")
     here = Path(__file__)
-    code = (here, here.with_name("small_config.py"), here.parent.parent / "transformers_model.py")
+    room = here.parent.parent
+    code = [here, here.with_name("small_config.py")]
+    code += [room / "transformers_model.py", room / "delta_rule.py"]
     versions += [sha256(path.read_bytes()).hexdigest() for path in code]
     return versions
 

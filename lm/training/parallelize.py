@@ -130,6 +130,7 @@ SAVE_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.lm.grouped_mm.default,
+    torch.ops.lm.gated_delta_rule.default,
 }
 """Operators whose outputs selective activation checkpointing saves.
 
@@ -202,25 +203,29 @@ def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
     return OffloadPolicy()
 
 
+def kept_in_float32(model: AnyModel, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Return the parameters of `model` that are computed with in float32, whatever `dtype` is."""
+    if isinstance(model, Transformer):
+        return set()
+    return model.kept_in_float32(dtype)
+
+
 def shard_in_float32(
     model: AnyModel, dtype: torch.dtype | None, fsdp_options: Mapping[str, Any]
 ) -> None:
-    """Shard the modules whose parameters a class of transformers keeps in float32, as such.
+    """Shard the parameters that a class of transformers keeps in float32, as such: in one unit.
 
-    Their children are other units, in the compute dtype. Convolutions are no units, as
-    some classes use their weights without calling them.
+    It belongs to the module around all blocks, so that its all-gather is outside of what is
+    compiled, and has to be made before the units of the blocks, in which FSDP does not look.
     """
-    if isinstance(model, Transformer):
+    kept = kept_in_float32(model, dtype)
+    if not kept:
         return
-    of_float32 = {**fsdp_options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-    modules = model.float32_modules(dtype)
-    for module in reversed(modules):  # those inside of others first
-        for child in module.children():
-            is_convolution = isinstance(child, nn.Conv1d)
-            has_parameters = any(True for _ in child.parameters())
-            if child not in modules and has_parameters and not is_convolution:
-                fully_shard(child, **fsdp_options)
-        fully_shard(module, **of_float32)
+    assert not isinstance(model, Transformer)
+    base = model.network.base_model
+    assert kept <= set(base.parameters())
+    options = {**fsdp_options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    fully_shard(base, **options, ignored_params=set(base.parameters()) - kept)
 
 
 def tune_gathers(model: AnyModel, float8: str | None) -> None:
