@@ -42,8 +42,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 WIDE = {"intermediate_size": 128}
 """of which all linear layers have a multiple of 64 inputs"""
-KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "gpt_oss")
-"""convolutions, layers that share keys, scaled queries, latent experts, masks without positions"""
+KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "gpt_oss", "qwen3_5_text")
+"""convolutions, layers that share keys, scaled queries, latent experts, masks without positions,
+linear attention"""
 LEAKY = "mamba2"
 TRAINING: dict[str, Any] = {
     "dataset": "synthetic",
@@ -615,6 +616,11 @@ def test_the_config_of_transformers_is_no_hyperparameter(models: dict[str, Path]
     for hyperparameters in (settings(models[LEAKY]), TRAINING):
         with pytest.raises(ConfigError, match="transformers_config: no hyperparameter"):
             read_with_model_defaults(hyperparameters | {"transformers_config": {}})
+
+
+def test_a_dry_run_plans_operators_of_ours(models: dict[str, Path], tmp_path: Path) -> None:
+    done = run_fsdp(tmp_path, "--dry-run", config=settings(models["wrapper"]), code=0)
+    assert "memory of a rank at the peak of a step" in done.stdout
 
 
 def test_a_dry_run_says_what_is_not_known(models: dict[str, Path], tmp_path: Path) -> None:
