@@ -33,7 +33,9 @@ KINDS = {
     "lfm2_moe": "seq_idx",
 }
 """how documents are kept apart"""
-CONVOLUTIONS = {"lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}}
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}
+}
 
 
 def documents() -> list[Tensor]:
