@@ -617,13 +617,17 @@ def name_linear_layers(config: TransformersConfig) -> dict[str, tuple[int, int]]
 
 
 def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return `(out, in)` of the linear layers of the blocks of a network, by name."""
+    """Return `(out, in)` of the linear layers of the blocks of a network, by name.
+
+    Without those whose weight the class multiplies by itself: it would ignore an adapter.
+    """
     names = {module: name for name, module in network.named_modules()}
     shapes: dict[str, tuple[int, int]] = {}
     for block in find_blocks(network):
-        for module in block.modules():
-            if isinstance(module, nn.Linear):
-                shapes[names[module]] = (module.out_features, module.in_features)
+        for parent in block.modules():
+            for name, layer in parent.named_children():
+                if isinstance(layer, nn.Linear) and not reads_weight(type(parent), name):
+                    shapes[names[layer]] = (layer.out_features, layer.in_features)
     return shapes
 
 
@@ -635,13 +639,20 @@ def _source_of(module_name: str) -> str:
         return ""
 
 
-def reads_weight(parent: nn.Module, name: str) -> bool:
-    """Return whether code of `parent` reads the weight of its layer `name`, and may not call it.
+@functools.cache
+def reads_weight(kind: type[nn.Module], name: str, *, or_dtype: bool = False) -> bool:
+    """Return whether code of the class `kind` reads the weight of its layer `name`.
 
-    Maybe on another device or with another kernel only, e.g. to multiply by it or for its dtype.
+    Then it may not call the layer, maybe on another device or with another kernel only.
+
+    Args:
+        or_dtype: also if it reads nothing but the weight's dtype or device.
     """
-    pattern = re.compile(rf"\bself\.{re.escape(name)}\.weight\b")
-    for base in type(parent).__mro__:
+    unless = r"(?!\.(?:dtype|device)\b)"
+    if or_dtype:
+        unless = ""
+    pattern = re.compile(rf"\bself\.{re.escape(name)}\.weight\b{unless}")
+    for base in kind.__mro__:
         is_foreign = base.__module__.partition(".")[0] not in ("torch", "builtins")
         if is_foreign and pattern.search(_source_of(base.__module__)):
             return True

@@ -696,3 +696,16 @@ def test_models_of_transformers_are_modules_of_their_class(models: dict[str, Pat
     model, _ = open_model(models["lfm2"])
     assert isinstance(model, TransformersModel)
     assert type(model.network).__name__ == "Lfm2ForCausalLM"
+
+
+def test_layers_that_a_class_multiplies_by_itself_have_no_adapters(tmp_path: Path) -> None:
+    """Mamba 2's kernels read a weight that its code on a CPU calls: an adapter would be ignored."""
+    save_model("mamba2", tmp_path)
+    source = {"init_from": str(tmp_path), "dataset": "synthetic", "lora_rank": 2}
+    hp = read_with_model_defaults(source)
+    with torch.device("meta"):
+        model = lora.add_adapters(new_model(hp.model), hp.lora, None)
+    adapted = {name.split(".")[-3] for name in lora.trained_parameters(model)}
+    assert adapted == {"in_proj"}
+    with pytest.raises(ConfigError, match=r"lora_targets.*out_proj.*in_proj"):
+        read_with_model_defaults(source | {"lora_targets": ["out_proj"]})

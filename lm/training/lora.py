@@ -75,10 +75,12 @@ def add_adapters(
             if not isinstance(layer, nn.Linear):
                 continue
             frozen: nn.Linear | NF4Linear = layer
-            is_free = layer.weight not in ever_kept and not reads_weight(parent, name)
+            is_free = layer.weight not in ever_kept
+            is_free = is_free and not reads_weight(type(parent), name, or_dtype=True)
             if config.base_dtype == "nf4" and is_free and nf4.is_supported(layer):
                 frozen = NF4Linear(layer)
             is_target = config.lora_targets is None or name in config.lora_targets
+            is_target = is_target and not reads_weight(type(parent), name)  # it would be ignored
             parent.register_module(name, LoraLinear(frozen, config) if is_target else frozen)
     return model
 
