@@ -205,15 +205,17 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # The embedding, each block, the head; all else is gathered with the model.
+    # The model's unit holds what is in no other: in none of the embedding, the blocks and the head,
+    # and not what transformers keeps in float32 inside of blocks, which is a unit around them. From
+    # the outside in, as FSDP does not look into a module that already is a unit.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
-    kept = parallelize.kept_in_float32(model, amp_dtype)  # by transformers
-    fully_shard(model, **fsdp_options, ignored_params=in_units | kept)
+    in_float32 = parallelize.kept_in_float32(model, amp_dtype)
+    fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
     parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    kept = parallelize.kept_in_float32(model, amp_dtype)  # as shards
+    in_float32 = parallelize.kept_in_float32(model, amp_dtype)  # now DTensors
     for unit in units:
-        fully_shard(unit, **fsdp_options, ignored_params=kept)
+        fully_shard(unit, **fsdp_options, ignored_params=in_float32)
     parallelize.tune_gathers(model, hp.precision.float8)
     model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
     return model

@@ -431,7 +431,29 @@ def build_network(config: PreTrainedConfig, *, on_meta: bool = True) -> PreTrain
     place = _parameters_on_meta() if on_meta else nullcontext()
     auto = _import_transformers().AutoModelForCausalLM
     with place, torch.device("cpu"), quiet(), one_line_errors(config.model_type):
-        return auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+        network = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+    for module in network.modules():
+        _use_own_code(type(module).__module__)
+    return network
+
+
+@functools.cache
+def _use_own_code(modeling_file: str) -> None:
+    """Let a module of transformers call its own functions, not those of other packages.
+
+    It would call what is installed instead, such as flash-linear-attention, most of which needs a
+    GPU: the examination, which is made on a CPU, would fail or say nothing of what a run computes.
+    """
+    module = sys.modules[modeling_file]
+    for name, function in list(vars(module).items()):
+        if _calls_packages(function):
+            setattr(module, name, function.__wrapped__)
+
+
+def _calls_packages(function: Any) -> bool:
+    """Return whether transformers has decorated one of its functions to call other packages."""
+    is_decorated = inspect.isfunction(function) and hasattr(function, "__wrapped__")
+    return is_decorated and function.__code__.co_filename.endswith("hub_kernels.py")
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from lm.tasks.scoring import Scorer
 from lm.tasks.task import Choice, Question, Task
 from lm.training import lora, nf4, parallelize
 from lm.transformers_model import NETWORK, TransformersModel, new_model, text_config
+from tests.support import REPOSITORY
 from tests.support.hf import (
     add_tokenizer,
     complete_values,
@@ -709,3 +713,30 @@ def test_layers_that_a_class_multiplies_by_itself_have_no_adapters(tmp_path: Pat
     assert adapted == {"in_proj"}
     with pytest.raises(ConfigError, match=r"lora_targets.*out_proj.*in_proj"):
         read_with_model_defaults(source | {"lora_targets": ["out_proj"]})
+
+
+@pytest.mark.slow
+def test_kernels_of_other_packages_are_not_called(tmp_path: Path) -> None:
+    """What is installed for GPUs, and fails on the CPU of an examination, changes nothing."""
+    fails = "def {}(*_, **__):\n    raise RuntimeError('needs a GPU')\n"
+    functions = {
+        "fla": (),
+        "fla/ops": (),
+        "fla/ops/gated_delta_rule": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+        "causal_conv1d": ("causal_conv1d_fn", "causal_conv1d_update"),
+    }
+    for package, names in functions.items():
+        file = tmp_path / package / "__init__.py"
+        file.parent.mkdir()
+        file.write_text("".join(fails.format(name) for name in names))
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    done = subprocess.run(
+        [sys.executable, "-m", "lm.hf", "examine", "qwen3_5_text"],
+        env=os.environ | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [line.split()[1].rstrip(",") for line in done.stdout.splitlines()[1:]]
+    assert answers == ["holds"] * len(answers)
