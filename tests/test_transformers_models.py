@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -740,3 +741,26 @@ def test_kernels_of_other_packages_are_not_called(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     answers = [line.split()[1].rstrip(",") for line in done.stdout.splitlines()[1:]]
     assert answers == ["holds"] * len(answers)
+
+
+@pytest.mark.slow
+def test_walk_in_the_docs_works_as_typed(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/finetuning.md").read_text()
+    section = page[page.index("### A walk without a download") : page.index("## Families")]
+    program, commands = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "make_tiny.py").write_text(program)
+    for name in ("fsdp.py", "recipes"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "95 samples in 32 sequences" in done.stdout  # packed
+    assert "\nI am Ada.\nexported: " in done.stdout
+    transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")
