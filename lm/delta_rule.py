@@ -27,6 +27,7 @@ the compiler, which otherwise unrolls the loop over chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -155,8 +156,7 @@ def _solve(chunks: _Chunks) -> _Solved:
     return _Solved(gram, inverse, reads, states, news)
 
 
-@torch.library.custom_op("lm::gated_delta_rule", mutates_args=())
-def gated_delta_rule(
+def _apply_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, document_ids: Tensor
 ) -> Tensor:
     """Return what queries read of the states of their documents, `(B, T, H, V)`.
@@ -176,8 +176,10 @@ def gated_delta_rule(
     return _join(output, value)
 
 
-@torch.library.custom_op("lm::gated_delta_rule_backward", mutates_args=())
-def _gated_delta_rule_backward(
+gated_delta_rule = torch.library.custom_op("lm::gated_delta_rule", _apply_rule, mutates_args=())
+
+
+def _differentiate_rule(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -186,7 +188,7 @@ def _gated_delta_rule_backward(
     beta: Tensor,
     document_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of `gated_delta_rule`: d below, as of the names in the docstring."""
+    """Return the gradients of `_apply_rule`: d below, as of the names in the docstring."""
     chunks = _split(query, key, value, g, beta, document_ids)
     gram, inverse, reads, states, news = _solve(chunks)
     q, k, decay = chunks.query, chunks.key, chunks.decay
@@ -254,6 +256,17 @@ def _through_length(grad: Tensor, x: Tensor, scale: float) -> Tensor:
     return (scale * inverse_length * (grad - along * unit)).to(x.dtype)
 
 
+_gated_delta_rule_backward = torch.library.custom_op(
+    "lm::gated_delta_rule_backward", _differentiate_rule, mutates_args=()
+)
+
+COMPUTED_BY: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.lm.gated_delta_rule.default: _apply_rule,
+    torch.ops.lm.gated_delta_rule_backward.default: _differentiate_rule,
+}
+"""What the operators run, for plans: which count what exists meanwhile, too."""
+
+
 @gated_delta_rule.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, document_ids: Tensor
@@ -274,11 +287,11 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate_rule(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_of_rule(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*_gated_delta_rule_backward(grad, *ctx.saved_tensors), None)
 
 
-gated_delta_rule.register_autograd(_differentiate_rule, setup_context=_save_inputs)
+gated_delta_rule.register_autograd(_backward_of_rule, setup_context=_save_inputs)
 
 
 # ---- the convolution

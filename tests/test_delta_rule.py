@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
 
 from lm.delta_rule import causal_convolution, gated_delta_rule
+from lm.plan.step import LiveBytes, device_bytes
 
 LENGTHS = (37, 51, 40, 70, 2, 56)
 """of documents, in tokens"""
@@ -103,3 +107,33 @@ def test_operators_are_what_compilers_and_plans_expect() -> None:
     x = torch.randn(2, 5, 70, requires_grad=True)
     weight = torch.randn(5, 4, requires_grad=True)
     torch.library.opcheck(causal_convolution, (x, weight, number_documents(70)))
+
+
+def test_plans_count_what_exists_while_the_rule_computes() -> None:
+    """On fake tensors as much as PyTorch's profiler sees of real ones."""
+
+    def make_inputs() -> list[Tensor]:
+        shape = (1, 512, 4)
+        projections = [torch.randn(*shape, 32) for _ in range(3)]
+        made = [*projections, -torch.rand(shape), torch.rand(shape)]
+        return [x.requires_grad_() for x in made] + [torch.zeros(shape[:2], dtype=torch.int64)]
+
+    def take_step(inputs: list[Tensor]) -> None:
+        gated_delta_rule(*inputs).sum().backward()
+
+    with FakeTensorMode():
+        inputs = make_inputs()
+        with LiveBytes(offloads_state=False) as live:
+            for each in inputs[:3]:
+                live.add(each)  # of which the rule reads views
+            before = sum(each.nbytes for each in inputs[:3])
+            live.start_phase("step")
+            take_step(inputs)
+    inputs = make_inputs()
+    with profile(profile_memory=True) as profiler:
+        take_step(inputs)
+    results: Any = profiler.profiler
+    events = results.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    peak = max(itertools.accumulate(changes))
+    assert device_bytes(live.peaks["step"]) - before == pytest.approx(peak, rel=0.01)
