@@ -6,7 +6,8 @@ import datetime
 import gzip
 import json
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -876,6 +877,16 @@ INVALID = {
 }
 
 
+@pytest.fixture
+def recursion_limit() -> Iterator[None]:
+    """Python's own limit, as a compilation in this process may have raised it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("recursion_limit")
 @pytest.mark.parametrize("name", INVALID)
 def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
