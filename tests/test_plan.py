@@ -184,7 +184,7 @@ def test_a_few_blocks_tell_the_memory_of_all(
     model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     hp = Hyperparameters.from_flat(
-        {"amp_dtype": "bfloat16", "compile": False} | model | changes | {"n_layers": 14}
+        {"amp_dtype": "bfloat16", "compile": False} | model | changes | {"n_layers": 10}
     )
     ranks = Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cuda", 8, 4, 80 * GIB)
     measured = step.measure_step(hp, ranks)
