@@ -77,7 +77,7 @@ from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.balance import ExpertBalance
 from lm.training.transfer import Transfer
-from lm.transformers_model import AnyModel, new_model
+from lm.transformers_model import AnyModel, kept_in_float32, new_model
 from lm.units import format_bytes
 
 T = TypeVar("T")
@@ -210,10 +210,10 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
     # the outside in, as FSDP does not look into a module that already is a unit.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
-    in_float32 = parallelize.kept_in_float32(model, amp_dtype)
+    in_float32 = kept_in_float32(model, amp_dtype)
     fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
     parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    in_float32 = parallelize.kept_in_float32(model, amp_dtype)  # now DTensors
+    in_float32 = kept_in_float32(model, amp_dtype)  # now DTensors
     for unit in units:
         fully_shard(unit, **fsdp_options, ignored_params=in_float32)
     parallelize.tune_gathers(model, hp.precision.float8)

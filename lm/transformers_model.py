@@ -272,14 +272,19 @@ def new_model(config: AnyModelConfig) -> AnyModel:
     return Transformer(config)
 
 
+def kept_in_float32(model: AnyModel, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Return the parameters of `model` that are computed with in float32, whatever `dtype` is."""
+    if isinstance(model, Transformer):
+        return set()
+    return model.kept_in_float32(dtype)
+
+
 def convert_weights(model: AnyModel, dtype: torch.dtype) -> None:
     """Give the weights `dtype`, except those that transformers keeps in float32.
 
     Buffers keep theirs, e.g. rotary frequencies, and so do bytes of quantized weights.
     """
-    kept: set[nn.Parameter] = set()
-    if isinstance(model, TransformersModel):
-        kept = model.kept_in_float32(dtype)
+    kept = kept_in_float32(model, dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter not in kept:
             parameter.data = parameter.data.to(dtype)

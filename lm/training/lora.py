@@ -23,7 +23,13 @@ from lm.training import nf4
 from lm.training.config import LoraConfig
 from lm.training.nf4 import NF4Linear
 from lm.transformers_config import AnyModelConfig
-from lm.transformers_model import TransformersModel, new_model, reads_weight, without_numbers
+from lm.transformers_model import (
+    TransformersModel,
+    kept_in_float32,
+    new_model,
+    reads_weight,
+    without_numbers,
+)
 from lm.units import format_parameters
 from model import InitRule, Transformer
 
@@ -61,12 +67,9 @@ def add_adapters(
     """
     if config.lora_rank is None:
         return model
-    kept: set[nn.Parameter] = set()
-    ever_kept: set[nn.Parameter] = set()
+    kept = kept_in_float32(model, dtype)
+    ever_kept = kept_in_float32(model, torch.float16)
     """in any dtype, so that the base is the same in all"""
-    if isinstance(model, TransformersModel):
-        kept = model.kept_in_float32(dtype)
-        ever_kept = model.kept_in_float32(torch.float16)
     for parameter in model.requires_grad_(False).parameters():
         if parameter not in kept:
             parameter.data = parameter.data.to(dtype or torch.float32)

@@ -46,7 +46,7 @@ from lm.training.config import ParallelConfig
 from lm.training.float8 import compute_scales, convert_to_float8
 from lm.training.offload import ActivationOffload
 from lm.training.transfer import UNSCALED, Transfer
-from lm.transformers_model import AnyModel
+from lm.transformers_model import AnyModel, kept_in_float32
 from model import Transformer, compiler_options
 
 OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -201,13 +201,6 @@ def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
     if config.cpu_offload:
         return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     return OffloadPolicy()
-
-
-def kept_in_float32(model: AnyModel, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Return the parameters of `model` that are computed with in float32, whatever `dtype` is."""
-    if isinstance(model, Transformer):
-        return set()
-    return model.kept_in_float32(dtype)
 
 
 def shard_in_float32(
