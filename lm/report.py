@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -30,6 +30,9 @@ from lm.errors import ConfigError, command, escape_control, oserror_as_config_er
 from lm.fileio import Line, home_path, read_records
 from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 """Small panels below that of the loss: their metrics and titles."""
@@ -381,7 +384,11 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
         heights.append(3.5)
     rows.append([name for name in _PANELS for _ in range(2)])
     heights.append(2.5)
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(11, sum(heights)))
+    if len(runs) > 1:
+        figure.set_layout_engine("constrained")  # makes room for the legend
+    else:
+        _set_margins(figure, n_rows=len(rows))
     figure.suptitle(title)
     colors = [colormaps["tab10" if len(runs) <= 10 else "tab20"](n) for n in range(len(runs))]
     for name, panel in figure.subplot_mosaic(rows, height_ratios=heights).items():
@@ -397,6 +404,7 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
                 panel.plot([], [], curve.style, color="black", markersize=4, label=curve.label)
         panel.set(title=_TITLES.get(name, name.replace("_", " ")), xlabel="step")
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        panel.ticklabel_format(axis="y", scilimits=(-3, 5))  # short, whatever the values
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
@@ -405,6 +413,22 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
         names = [textwrap.shorten(run.name, 40).replace("$", r"\$") for run in runs]
         figure.legend(lines, names, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=100)
+
+
+def _set_margins(figure: Figure, n_rows: int) -> None:
+    """Leave room for titles and labels; to measure them takes as long as to draw the figure."""
+    height = figure.get_figheight()
+    inner = height - 0.4 - 0.55  # inches; of titles, and of ticks and labels
+    between = 0.9
+    row = (inner - between * (n_rows - 1)) / n_rows
+    figure.subplots_adjust(
+        left=0.06,
+        right=0.985,
+        top=1 - 0.4 / height,
+        bottom=0.55 / height,
+        wspace=0.45,
+        hspace=between / row,
+    )
 
 
 def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
