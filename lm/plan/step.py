@@ -121,6 +121,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _sort_by_use(self, func: Any, args: Any, kwargs: Any) -> None:
         """Move the operands of FSDP's operators to the part that they belong to."""
+        if func.namespace not in ("fsdp", "c10d"):
+            return
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         match str(func).partition(".default")[0]:
             case "fsdp.all_gather_copy_in" | "c10d._allgather_base_":

@@ -12,8 +12,10 @@ all-gathers the bytes and casts none, as it casts only floating-point parameters
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +40,8 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
+_LEVELS_OF_BYTE = np.array(list(itertools.product(LEVELS, repeat=2)), dtype=np.float32)
+"""of its first four bits, and of its last; (256, 2)"""
 BLOCK_BYTES = 16 << 20
 """Of float32 values that are dequantized at a time, unless compiled: little next to a weight."""
 
@@ -73,9 +77,7 @@ def quantize(weight: Tensor) -> Tensor:
 def _look_up(pairs: Tensor) -> Tensor:
     """Return the levels of bytes `(rows, in / 2)`, `(rows, in)`."""
     if not torch.compiler.is_compiling():
-        # Not cached, as a plan's is a fake tensor.
-        levels = torch.tensor(LEVELS, device=pairs.device)
-        levels_of_byte = torch.cartesian_prod(levels, levels)  # (256, 2)
+        levels_of_byte = torch.tensor(_LEVELS_OF_BYTE, device=pairs.device)  # of a plan, a fake one
         return F.embedding(pairs.int(), levels_of_byte).flatten(1)
     # One kernel, without a table in memory.
     shifts = 4 - 4 * torch.arange(2, dtype=torch.uint8, device=pairs.device)
