@@ -393,15 +393,16 @@ def kill(place: BucketCheckpoints) -> None:
 def test_lease_of_a_dead_run_is_replaced(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 300)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 30)
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder in folders:
         folder.mkdir()
     a, b, c = (BucketCheckpoints(f"{storage}/test", folder) for folder in folders)
     a.acquire()
     with pytest.raises(RunError, match=r"/test: in use by process .* since .*run_name"):
-        b.acquire()
+        b.acquire()  # which waits until it is renewed
     kill(a)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 300)
     again = BucketCheckpoints(f"{storage}/test", folders[0])
     started = time.monotonic()
     again.acquire()  # on the same machine, at once
