@@ -359,15 +359,16 @@ def test_ranks_and_accumulation_change_nothing(sources: Sources, tmp_path: Path)
     one = losses_on(1, tmp_path / "1", runs)
     assert one["4x"][0] == pytest.approx(math.log(2), abs=1e-6)
     assert one["4x"][-1] < 0.6
-    for ranks in (2, 4):
-        for name, losses in losses_on(ranks, tmp_path / str(ranks), runs).items():
+    for ranks, names in ((2, EQUAL), (4, ("1x", "muon"))):
+        some = {name: runs[name] for name in names}
+        for name, losses in losses_on(ranks, tmp_path / str(ranks), some).items():
             assert losses == pytest.approx(one[name], rel=1e-6, abs=1e-6), (ranks, name)
     for name in EQUAL.keys() - {"muon"}:
         assert one[name] == pytest.approx(one["4x"], rel=1e-6, abs=1e-6)
 
 
 PLACED: dict[str, dict[str, Any]] = {
-    **{name: {"sharding": name} for name in STRATEGIES},
+    **{name: {"sharding": name} for name in STRATEGIES if not name.startswith("hybrid")},
     "offload": {"cpu_offload": True},
     "offload-activations": {"activation_offload": True},
     "recompute-some": {"activation_checkpointing": "selective"},
