@@ -82,6 +82,17 @@ def save_wrapper(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def examinations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of all tests here: a class is examined once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, examinations: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(examinations))
+
+
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of small models in transformers' format, with a tokenizer."""
     folder = tmp_path_factory.mktemp("models")

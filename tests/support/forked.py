@@ -40,12 +40,13 @@ FORK_RANKS = os.environ.get("FORK_RANKS") != "0"
 START_METHOD = "spawn" if machine.has_gpu() or not FORK_RANKS else "forkserver"
 """How multiprocessing starts a process; CUDA must not be initialized before a fork."""
 
-READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
-"""Environment variables that the dynamic linker or Python reads when it starts."""
+READ_AT_START = {"LD_PRELOAD", "PYTHONPATH", "HF_ENDPOINT", "HF_HOME"}
+"""Environment variables that the dynamic linker, Python or a package reads when it starts."""
 
 PRELOADED = [
     "tests.support.ranks",
     "tests.support.runs",
+    "tests.support.transformers_imported",
     "lm.metrics.logger",
     "lm.preflight",
     "lm.training.profiling",
