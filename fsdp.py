@@ -431,7 +431,9 @@ class Trainer:
     def save_reference(self, objective: DPO) -> None:
         """Save what of the reference is computed, with the initial weights."""
         objective.exchange(self.world)
-        self.logger.info(f"{objective.n_missing:,} log-probabilities are missing")
+        n_replies = len(objective.reference)
+        n_computed = n_replies - objective.n_missing
+        self.logger.info(f"computed {n_computed:,} of {n_replies:,} log-probabilities")
         if self.run.trains:
             self.accumulator.load_state_dict(None)  # no step has started
             self.save(wait=True)
