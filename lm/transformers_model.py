@@ -369,6 +369,7 @@ _NOT_OF_THE_MODEL = (
     "architectures",
     "attn_implementation",
     "dtype",
+    "quantization_config",
     "transformers_version",
     "use_cache",
 )

@@ -422,7 +422,7 @@ def test_tensors_that_do_not_fill_the_network_once_are_refused(
         ({"model_type": ["llama"]}, "model_type: "),
         ({"model_type": "t5"}, "model_type: .*t5"),
         ({"model_type": "vit"}, "model_type: .*vit"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: "),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: "),
         ({"hidden_size": "wide"}, "config.json: .*hidden_size"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is more than 4096"),
         ({"num_hidden_layers": 4000}, "num_hidden_layers: 4,000 layers, but 21 tensors"),

@@ -499,13 +499,3 @@ def test_models_without_a_layer_that_64_divides_are_refused(tmp_path: Path) -> N
     make_reference(MODELS["llama"] | sizes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"base_dtype: nf4: no linear layer .* of 64 inputs"):
         read_with_model_defaults(settings(tmp_path))
-
-
-@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "mxfp4"])
-def test_quantized_folders_are_refused_with_the_16_bit_one(method: str, tmp_path: Path) -> None:
-    make_reference(MODELS["llama"]).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}
-    path.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=f"{method} .*original .*base_dtype: nf4"):
-        weights.open_model(tmp_path)

@@ -617,8 +617,8 @@ def test_keys_that_a_model_of_transformers_does_not_have_are_refused(
         ),
         ({"model_type": "llama", "hidden_act": "?", "vocab_size": 9}, r"hidden_act: '\?' is not"),
         (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            r"quantized models \(mxfp4 here\) are not supported",
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "gptq"}},
+            r"quantized models \(gptq here\) are not supported",
         ),
     ],
 )

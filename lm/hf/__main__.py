@@ -27,7 +27,8 @@ from lm.hf import adapters, weights
 from lm.hf.conversion import open_conversion
 from lm.hf.examine import examine
 from lm.hf.export import export_model
-from lm.hf.files import CONFIG_FILE, WEIGHT_DTYPES, refuse_quantized
+from lm.hf.files import CONFIG_FILE, WEIGHT_DTYPES
+from lm.hf.quantized import DEQUANTIZED, quantization_of
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import text_config
 from lm.units import format_bytes, format_parameters
@@ -63,6 +64,8 @@ def _describe_of_transformers(source: str, config: TransformersConfig) -> str:
     n_parameters = f"{format_parameters(config.n_parameters)} parameters"
     lines = [f"{source}: {config.model_type} of transformers, {n_parameters}"]
     lines.append(f"can be read: init_from: {source}")
+    if conversion.is_quantized:
+        lines.append(DEQUANTIZED)
     if conversion.other_parts:
         n_others = len(conversion.other_parts)
         lines.append(f"{n_others} tensors of its other parts are not trained, and are exported")
@@ -84,7 +87,7 @@ def describe_examination(source: str) -> tuple[str, int]:
     else:
         raw = {"model_type": source}
     with error_prefix(source):
-        refuse_quantized(raw)
+        quantization_of(raw)
         examination = examine(text_config(raw))
     lines = examination.describe()
     refusals = examination.refusals()

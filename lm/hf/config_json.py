@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lm.errors import ConfigError, error_prefix
 from lm.hf.families import FAMILIES, MIXTURES, Family
-from lm.hf.files import refuse_quantized
+from lm.hf.quantized import quantization_of
 from lm.model_config import MAX_LAYERS, MAX_SIZE, ROPE_TYPES, AttentionKind, ModelConfig, Rope
 from lm.presets import PRESETS
 
@@ -42,7 +42,10 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
             key that prevents it.
     """
     with error_prefix(where):
-        refuse_quantized(raw)
+        quantization = quantization_of(raw)
+        if quantization is not None:
+            method = quantization["quant_method"]
+            raise NotRepresentedError(f"quantization_config: weights in {method}")
     family = FAMILIES[raw["model_type"]]
     reader = _ConfigReader(family, raw)
     values = reader.read()

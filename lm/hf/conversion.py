@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from lm.checkpoint.headers import TensorSlice, full_shape
-from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into, torch_dtype
+from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
 from lm.errors import ConfigError, error_prefix, limit_problems
-from lm.hf.files import CONFIG_FILE, READ_DTYPES, find_slices, read_object, refuse_quantized
+from lm.hf.files import CONFIG_FILE, READ_DTYPES, find_slices, read_object
+from lm.hf.quantized import Quantized, Stored, find_tensors, quantization_of
 from lm.shards import local_rows
 from lm.training import nf4
 from lm.transformers_model import (
@@ -236,8 +236,8 @@ class Conversion:
     """of the model that was saved"""
     text_config: PreTrainedConfig
     """of the network, see `build_network`"""
-    slices: Mapping[str, Sequence[TensorSlice]]
-    """where all tensors in the files are, by name"""
+    stored: Mapping[str, Stored]
+    """all tensors in the files, by name"""
     groups: Sequence[Group]
     """fill each parameter and persistent buffer of the network once"""
     copies: Sequence[Group]
@@ -290,7 +290,7 @@ class Conversion:
                 continue
             shapes = {key: [tuple(tensor.shape) for tensor in reverted[key]] for key in reverted}
             stored = {
-                pattern: [full_shape(self.slices[name]) for name in names]
+                pattern: [self.stored[name].shape for name in names]
                 for pattern, names in group.sources.items()
             }
             if shapes != stored:
@@ -298,6 +298,10 @@ class Conversion:
         if problems:
             problem = f"{self.directory}: transformers cannot write what it reads in this layout:"
             raise ConfigError(problem, *limit_problems(problems))
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(isinstance(stored, Quantized) for stored in self.stored.values())
 
     def stored_dtype(self, group: Group, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the sources of `group` in a model that is saved in `dtype`.
@@ -314,16 +318,19 @@ class Conversion:
         """Fill this rank's rows of `targets`, by name in the network."""
         if group.converter is None:
             (target,) = targets.values()
-            read_weight(target, Source(self.slices[group.source_names[0]]))
+            stored = self.stored[group.source_names[0]]
+            if isinstance(stored, Quantized):
+                _fill_in_blocks(target, stored.read)
+            else:
+                read_weight(target, Source(stored.slices))
         elif group.is_stacked:
             (target,) = targets.values()
-            local, start = local_rows(target)
-            for block in split_rows(local, CONVERTED_BYTES):
-                rows = slice(start, start + len(block))
-                if len(block):
-                    (values,) = group.convert(self._read_sources(group, rows)).values()
-                    _fill(block, values)
-                start += len(block)
+
+            def convert(start: int, stop: int) -> Tensor:
+                (rows,) = group.convert(self._read_sources(group, slice(start, stop))).values()
+                return rows
+
+            _fill_in_blocks(target, convert)
         else:
             converted = group.convert(self._read_sources(group, slice(None)))
             for name, target in targets.items():
@@ -334,16 +341,8 @@ class Conversion:
         """Read sources by pattern, of each pattern those at `which`."""
         sources: dict[str, list[Tensor]] = {}
         for pattern, names in group.sources.items():
-            sources[pattern] = [self._read_tensor(name) for name in names[which]]
+            sources[pattern] = [self.stored[name].read_all() for name in names[which]]
         return sources
-
-    def _read_tensor(self, name: str) -> Tensor:
-        slices = self.slices[name]
-        shape = full_shape(slices)
-        assert shape is not None
-        tensor = torch.empty(shape, dtype=torch_dtype(slices[0]))
-        read_into(tensor, Source(slices))
-        return tensor
 
 
 def read_weight(tensor: Tensor, source: Source) -> None:
@@ -359,6 +358,15 @@ def read_weight(tensor: Tensor, source: Source) -> None:
         read_into(rows, source._replace(start=source.start + start))
         target.copy_(nf4.quantize(rows))
         start += len(target)
+
+
+def _fill_in_blocks(target: Tensor, read: Callable[[int, int], Tensor]) -> None:
+    """Fill this rank's rows of a parameter by what `read` returns of some rows at a time."""
+    local, start = local_rows(target)
+    for block in split_rows(local, CONVERTED_BYTES):
+        if len(block):
+            _fill(block, read(start, start + len(block)))
+        start += len(block)
 
 
 def _fill(rows: Tensor, values: Tensor) -> None:
@@ -392,11 +400,13 @@ def open_conversion(directory: Path) -> Conversion:
     path = directory / CONFIG_FILE
     raw = read_object(path)
     with error_prefix(str(path)):
-        refuse_quantized(raw)
+        quantization = quantization_of(raw)
         config = read_config(raw)
         own_config = language_model_of(config)
     slices = find_slices(directory)
-    _limit_layers(directory, config, len(slices))
+    with error_prefix(str(directory)):
+        stored = find_tensors(slices, quantization)
+    _limit_layers(directory, config, len(stored))
     with torch.device("meta"), error_prefix(str(path)):
         network = build_network(own_config)
         saved = _build_saved_model(config, network)
@@ -404,7 +414,7 @@ def open_conversion(directory: Path) -> Conversion:
         if _is_tied(network) != _is_tied(saved):
             own_config.tie_word_embeddings = _is_tied(saved)
             network = build_network(own_config)
-    matching = _Matching(saved, saved.state_dict(), names, _find_tied(network), slices)
+    matching = _Matching(saved, saved.state_dict(), names, _find_tied(network), stored)
     with error_prefix(str(path)):
         matching.match()
     if matching.problems:
@@ -414,7 +424,7 @@ def open_conversion(directory: Path) -> Conversion:
         directory,
         config,
         own_config,
-        slices,
+        stored,
         matching.groups,
         matching.copies,
         matching.other_parts,
@@ -456,7 +466,7 @@ class _Matching:
     """in the network, of those that it has, by name in `saved`"""
     tied_to: Mapping[str, str]
     """see `_find_tied`"""
-    slices: Mapping[str, Sequence[TensorSlice]]
+    stored: Mapping[str, Stored]
     groups: list[Group] = field(default_factory=list)
     copies: list[Group] = field(default_factory=list)
     other_parts: list[str] = field(default_factory=list)
@@ -524,7 +534,7 @@ class _Matching:
         prefix = self.saved.base_model_prefix
         layers = _find_layers(self.names)
         groups: dict[str, Group] = {}
-        for name in sorted(self.slices, key=dot_natural_key):
+        for name in sorted(self.stored, key=dot_natural_key):
             place, pattern = rename_source_key(name, renamings, converters, prefix, self.places)
             if place not in self.places and name in self.places:
                 place, pattern = rename_source_key(name, [], [], prefix, self.places)
@@ -584,10 +594,10 @@ class _Matching:
         return targets
 
     def _on_meta(self, name: str) -> Tensor:
-        shape = full_shape(self.slices[name])
-        if shape is None:
+        stored = self.stored[name]
+        if stored.shape is None:
             raise _MisfitError("in several files")
-        return torch.empty(shape, dtype=torch_dtype(self.slices[name][0]), device="meta")
+        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
     def _convert_on_meta(
         self, group: Group, sources: Mapping[str, Sequence[Tensor]]

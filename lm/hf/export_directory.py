@@ -33,6 +33,7 @@ from lm.hf.files import (
     list_weight_files,
     read_object,
 )
+from lm.hf.quantized import Quantized, Stored
 
 _WEIGHT_SUFFIXES = (
     ".bin",
@@ -84,14 +85,16 @@ def export_directory(
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
     conversion.require_reversible()
+    if conversion.is_quantized:
+        dtype = dtype or "bfloat16"
     dtypes = _choose_dtypes(conversion, dtype)
     paths = list_weight_files(conversion.directory)
-    shards = [_plan_shard(path, conversion.slices, dtypes) for path in paths]
+    shards = [_plan_shard(path, conversion.stored, dtypes) for path in paths]
     n_bytes = sum(shard.n_bytes for shard in shards)
     others = _list_others(conversion.directory, paths)
     contents: dict[str, bytes] = {}
     if dtype is not None:
-        contents = _change_dtype(others, conversion.directory, dtype, n_bytes)
+        contents = _rewrite_settings(others, conversion.directory, dtype, shards)
     contents |= files or {}
     with make_draft(out, n_bytes + others.n_bytes) as draft:
         others.copy(conversion.directory, draft, contents)
@@ -109,7 +112,7 @@ def _choose_dtypes(conversion: Conversion, dtype: str | None) -> dict[str, torch
     dtypes: dict[str, torch.dtype] = {}
     for group in (*conversion.groups, *conversion.copies):
         for name in group.source_names:
-            dtypes[name] = torch_dtype(conversion.slices[name][0])
+            dtypes[name] = conversion.stored[name].dtype
             if dtype is not None and dtypes[name].is_floating_point:
                 dtypes[name] = conversion.stored_dtype(group, WEIGHT_DTYPES[dtype])
     return dtypes
@@ -121,7 +124,7 @@ class _Shard:
 
     name: str
     header: bytes
-    stored: Mapping[str, TensorSlice]
+    pieces: Mapping[str, TensorSlice]
     """where the tensors are in the source, by name"""
     places: Mapping[str, TensorSlice]
     """where they are in the file to write; their path is the source's"""
@@ -133,7 +136,7 @@ class _Shard:
 
 
 def _plan_shard(
-    path: Path, slices: Mapping[str, Sequence[TensorSlice]], dtypes: Mapping[str, torch.dtype]
+    path: Path, stored: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]
 ) -> _Shard:
     """Return the file to write in place of the one at `path`.
 
@@ -141,35 +144,45 @@ def _plan_shard(
         dtypes: of the tensors that are replaced, by name.
     """
     source = follow_links(path)
-    pieces: list[tuple[str, TensorSlice]] = []
-    for name, all_pieces in slices.items():
-        pieces += [(name, piece) for piece in all_pieces if piece.path == source]
-    stored = dict(sorted(pieces, key=lambda item: item[1].begin))
+    found: list[tuple[str, TensorSlice]] = []
+    for name, tensor in stored.items():
+        found += [(name, piece) for piece in tensor.slices if piece.path == source]
+    pieces = dict(sorted(found, key=lambda item: item[1].begin))
     with open(source, "rb", opener=open_regular) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = file.read(length)
-    changed = {
-        name: piece._replace(dtype=stored_dtype(dtypes[name])) if name in dtypes else piece
-        for name, piece in stored.items()
-    }
-    if changed != stored:
+    changed: dict[str, TensorSlice] = {}
+    for name, piece in pieces.items():
+        tensor = stored[name]
+        dtype = dtypes.get(name, tensor.dtype)
+        shape = piece.shape
+        if isinstance(tensor, Quantized):
+            shape = tensor.shape or ()
+        changed[name] = piece._replace(dtype=stored_dtype(dtype), shape=shape)
+    if changed != pieces:
         header = _write_header(json.loads(header), changed)
     places: dict[str, TensorSlice] = {}
     end = 8 + len(header)
     for name, piece in changed.items():
         places[name] = piece._replace(begin=end)
         end += piece.n_rows * piece.row_bytes
-    return _Shard(path.name, struct.pack("<Q", len(header)) + header, stored, places)
+    return _Shard(path.name, struct.pack("<Q", len(header)) + header, pieces, places)
 
 
-def _write_header(entries: dict[str, Any], pieces: Mapping[str, TensorSlice]) -> bytes:
-    """Return the JSON of a header with `entries` that fit `pieces`, in order, in their dtypes."""
+def _write_header(old: Mapping[str, Any], pieces: Mapping[str, TensorSlice]) -> bytes:
+    """Return the JSON of a header of `pieces`, in order, with the metadata of `old`."""
+    entries: dict[str, Any] = {}
+    if "__metadata__" in old:
+        entries["__metadata__"] = old["__metadata__"]
     end = 0
     for name, piece in pieces.items():
         begin = end
         end += piece.n_rows * piece.row_bytes
-        entries[name]["dtype"] = DTYPE_CODES[torch_dtype(piece)]
-        entries[name]["data_offsets"] = [begin, end]
+        entries[name] = {
+            "dtype": DTYPE_CODES[torch_dtype(piece)],
+            "shape": piece.shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % 8)  # values start at a multiple of 8 bytes
 
@@ -191,7 +204,12 @@ def _write_weights(
             output.file.write(output.shard.header)
             for name in output.shard.places:
                 having.setdefault(name, []).append(output)
-                if name not in replaced:
+                stored = conversion.stored[name]
+                if name in replaced:
+                    continue
+                if isinstance(stored, Quantized):
+                    output.write(name, stored.read_all())
+                else:
                     output.copy(name)
         for group in groups:
             for name, tensor in _revert(group, get_tensor):
@@ -214,7 +232,7 @@ class _Output:
 
     def copy(self, name: str) -> None:
         """Copy a tensor of the source."""
-        stored = self.shard.stored[name]
+        stored = self.shard.pieces[name]
         self.file.seek(self.shard.places[name].begin)
         n_left = stored.n_rows * stored.row_bytes
         with open(stored.path, "rb", opener=open_regular) as source:
@@ -331,18 +349,23 @@ def _indexed_names(index: Path) -> set[str]:
     return set(read_object(index).get("weight_map", {}).values())
 
 
-def _change_dtype(others: _Others, directory: Path, dtype: str, n_bytes: int) -> dict[str, bytes]:
-    """Return the files that name the dtype and the size of the weights, by name."""
+def _rewrite_settings(
+    others: _Others, directory: Path, dtype: str, shards: Sequence[_Shard]
+) -> dict[str, bytes]:
+    """Return the files that describe the weights, by name."""
     config = read_object(directory / CONFIG_FILE)
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
+            part.pop("quantization_config", None)
             for key in {"dtype", "torch_dtype"} & part.keys():
                 part[key] = dtype
     contents = {CONFIG_FILE: _to_json(config)}
     index_path = directory / SAFETENSORS_INDEX
     if index_path in others.copied:
         index = read_object(index_path)
+        n_bytes = sum(shard.n_bytes for shard in shards)
         index["metadata"] = dict(index.get("metadata") or {}, total_size=n_bytes)
+        index["weight_map"] = {name: shard.name for shard in shards for name in shard.places}
         contents[SAFETENSORS_INDEX] = _to_json(index)
     return contents
 

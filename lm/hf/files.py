@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +95,3 @@ def read_object(path: Path) -> dict[str, Any]:
             return content
         problem = "not a JSON object"
     raise ConfigError(f"{path}: {problem}")
-
-
-def refuse_quantized(raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the weights of the model are quantized."""
-    for part in (raw, raw.get("text_config")):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(part, dict) and part.get(key):
-                _refuse_quantization(key, part[key])
-
-
-def _refuse_quantization(key: str, value: Any) -> None:
-    method = ""
-    if isinstance(value, dict):
-        method = f" ({value.get('quant_method')} here)"
-    raise ConfigError(
-        f"{key}: quantized models{method} are not supported; use the original model"
-        " in 16 bits, of which a run can quantize the weights (lora_rank with base_dtype: nf4), or"
-        " load this one with transformers, dequantize() and save_pretrained() it"
-    )

@@ -43,8 +43,8 @@ from lm.hf.files import (
     SAFETENSORS_INDEX,
     find_slices,
     read_object,
-    refuse_quantized,
 )
+from lm.hf.quantized import DEQUANTIZED, quantization_of
 from lm.launch.console import warn
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
@@ -179,8 +179,9 @@ def _read_structure(directory: Path) -> Structure:
     """
     path = directory / CONFIG_FILE
     raw = read_object(path)
-    if not config_json.is_of_a_family(raw):
-        with error_prefix(str(path)):
+    with error_prefix(str(path)):
+        is_quantized = quantization_of(raw) is not None
+        if is_quantized or not config_json.is_of_a_family(raw):
             return Structure(directory, examined_config(raw), None)
     try:
         family, own_config = config_json.read_config(raw, str(path))
@@ -207,9 +208,10 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
     """Return the model of transformers that the content of a config.json describes, examined.
 
     Raises:
-        ConfigError: transformers does not have it, or its class cannot be trained exactly.
+        ConfigError: transformers does not have it, or its class cannot be trained exactly; or its
+            weights are quantized in a way that is not read.
     """
-    refuse_quantized(raw)
+    quantization_of(raw)
     values = text_config(raw)
     examination = examine(values)
     refusals = examination.refusals()
@@ -303,6 +305,9 @@ def load_into(model: AnyModel, source: str, world: World, log: Callable[[str], N
     seconds = time.monotonic() - started
     memory = f"peak memory {format_bytes(peak)} per rank"
     log(f"loaded the weights of {source} in {seconds:.1f} s, {memory}")
+    config_path = find_source(source) / CONFIG_FILE
+    if config_path.is_file() and quantization_of(read_object(config_path)) is not None:
+        log(f"{source}: {DEQUANTIZED}")
     if unused:
         log(describe_unused(source, unused))
 

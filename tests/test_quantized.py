@@ -1,0 +1,282 @@
+"""Folders in MXFP4 and FP8 are read as transformers dequantizes them, and exported in 16 bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+from lm.errors import ConfigError, RunError
+from lm.hf import weights
+from lm.hf.__main__ import main as hf_command
+from lm.hf.conversion import open_conversion
+from lm.hf.export_directory import export_directory
+from tests.support.hf import LLAMA
+from tests.support.ranks import run_ranks
+from tests.support.runs import read_reports, run_fsdp
+from tests.test_conversion import (
+    DEEPSEEK_V3,
+    MISTRAL3,
+    get_from,
+    load_all,
+    make_model,
+    read_network,
+    read_on_ranks,
+)
+
+BLOCK = 16
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "mxfp4": GPT_OSS,
+    "fp8 of a family of ours": QWEN3,
+    "fp8 of experts": DEEPSEEK_V3 | {"moe_intermediate_size": BLOCK},
+    "fp8 in a wrapper": MISTRAL3,
+}
+
+
+def save_quantized(kind: str, directory: Path) -> None:
+    """Save a model whose matrices are quantized, in files as they are published."""
+    make_model(KINDS[kind]).to(torch.bfloat16).save_pretrained(directory, max_shard_size="20KB")
+    if kind == "mxfp4":
+        describe_quantization(directory, {"quant_method": "mxfp4"})
+        change_tensors(directory, quantize_mxfp4)
+    elif "wrapper" in kind:
+        describe_fp8(directory, activation_scheme="static", weight_block_size=None)
+        change_tensors(directory, quantize_as_a_whole)
+    else:
+        describe_fp8(directory)
+        change_tensors(directory, quantize_in_blocks)
+
+
+def describe_fp8(directory: Path, **changes: Any) -> None:
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    describe_quantization(directory, settings | {"weight_block_size": [BLOCK, BLOCK]} | changes)
+
+
+def describe_quantization(directory: Path, settings: Mapping[str, Any]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+
+
+def change_tensors(directory: Path, change: Callable[[str, Tensor], Mapping[str, Tensor]]) -> None:
+    """Replace each tensor in the files of `directory` by those that `change` returns."""
+    weight_map: dict[str, str] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in load_file(path).items():
+            tensors |= {key: each.contiguous() for key, each in change(name, tensor).items()}
+        save_file(tensors, path, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, path.name)
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+def quantize_mxfp4(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Random bytes, of which all are values, and exponents that float32 and bfloat16 have."""
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        return {name: tensor}
+    n_experts, n_in, n_out = tensor.shape
+    blocks = torch.randint(0, 256, (n_experts, n_out, n_in // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 126, blocks.shape[:-1], dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def is_matrix_of_a_block(name: str, tensor: Tensor) -> bool:
+    is_in_block = ".layers." in name and "vision" not in name
+    return is_in_block and tensor.dim() == 2 and not name.endswith("mlp.gate.weight")
+
+
+def quantize_in_blocks(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if not is_matrix_of_a_block(name, tensor):
+        return {name: tensor}
+    n_blocks = [-(-size // BLOCK) for size in tensor.shape]
+    scales = torch.rand(n_blocks) + 0.5
+    values = (8 * tensor.float()).to(torch.float8_e4m3fn)
+    return {name: values, f"{name}_scale_inv": scales}
+
+
+def quantize_as_a_whole(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if not is_matrix_of_a_block(name, tensor):
+        return {name: tensor}
+    return {
+        name: (8 * tensor.float()).to(torch.float8_e4m3fn),
+        f"{name}_scale_inv": torch.rand(()) + 0.5,
+        f"{name.removesuffix('weight')}activation_scale": torch.ones(()),
+    }
+
+
+def load_with_transformers(directory: Path, dtype: torch.dtype) -> Any:
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model_class = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        model_class = transformers.AutoModelForImageTextToText
+    options: dict[str, Any] = {}
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        kinds = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+        options["quantization_config"] = kinds[quantization["quant_method"]](dequantize=True)
+    loading: Any = model_class.from_pretrained(
+        directory, dtype=dtype, output_loading_info=True, **options
+    )
+    model, report = loading
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys"))
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_that_transformers_dequantizes(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("lm.hf.conversion.CONVERTED_BYTES", 1000)  # some rows at a time
+    save_quantized(kind, tmp_path / "source")
+    conversion = open_conversion(tmp_path / "source")
+    network = read_network(conversion)
+    expected = load_with_transformers(tmp_path / "source", torch.float32)
+    of_text = {
+        name.replace(".language_model", ""): tensor
+        for name, tensor in expected.state_dict().items()
+    }
+    for name, tensor in network.state_dict().items():
+        assert tensor.equal(of_text[name]), name
+    assert not conversion.unused
+    assert hf_command(["inspect", str(tmp_path / "source")]) == 0
+    assert "are dequantized" in capsys.readouterr().out
+
+    export_directory(conversion, get_from(network), tmp_path / "out")
+    exported = load_with_transformers(tmp_path / "out", torch.bfloat16)
+    assert not hasattr(exported.config, "quantization_config")
+    expected = expected.to(torch.bfloat16).state_dict()
+    for name, tensor in exported.state_dict().items():
+        assert tensor.equal(expected[name]), name
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        for name in load_file(path):
+            assert index["weight_map"].pop(name) == path.name
+    assert not index["weight_map"]
+
+
+def test_the_last_block_of_a_row_or_column_can_be_smaller(tmp_path: Path) -> None:
+    raw = QWEN3 | {"hidden_size": 40, "intermediate_size": 56}
+    make_model(raw).save_pretrained(tmp_path)
+    describe_fp8(tmp_path)
+    change_tensors(tmp_path, quantize_in_blocks)
+    stored = load_all(tmp_path)
+    weight = stored["model.layers.0.mlp.up_proj.weight"].float()
+    scales = stored["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    assert scales.shape == (4, 3)
+    for i in range(56):
+        for j in range(40):
+            weight[i, j] *= scales[i // BLOCK, j // BLOCK]
+    network = read_network(open_conversion(tmp_path))
+    assert network.state_dict()["model.layers.0.mlp.up_proj.weight"].equal(weight)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8 of experts"])
+def test_ranks_dequantize_their_shards(kind: str, tmp_path: Path) -> None:
+    save_quantized(kind, tmp_path)
+    for rank in run_ranks(2, read_on_ranks, tmp_path):
+        assert all(is_equal for _, is_equal in rank.values())
+
+
+RUN: dict[str, Any] = {
+    "dataset": "synthetic",
+    "lora_rank": 2,
+    "max_steps": 3,
+    "report_rate": 1,
+    "validation_rate": 3,
+    "checkpoint_rate": 3,
+    "batch_size": 1,
+    "max_seq_len": 16,
+    "lr": 1e-2,
+    "amp_dtype": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base_dtype", [None, "nf4"])
+def test_a_run_on_a_quantized_folder_is_one_on_its_weights(
+    base_dtype: str | None, tmp_path: Path
+) -> None:
+    source, dense = tmp_path / "source", tmp_path / "dense"
+    save_quantized("mxfp4", source)
+    conversion = open_conversion(source)
+    export_directory(conversion, get_from(read_network(conversion)), dense, "float32")
+    run = RUN | {"base_dtype": base_dtype}
+    losses: list[list[float]] = []
+    for base in (source, dense):
+        folder = tmp_path / f"of {base.name}"
+        done = run_fsdp(folder, ranks=2, config=run | {"init_from": str(base)}, code=0)
+        assert ("dequantized" in done.stdout) is (base == source)
+        reports = read_reports(folder)
+        losses.append([report["loss"] for report in reports.values()])
+    assert losses[0] == losses[1]
+
+
+DAMAGES: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], str]] = {
+    "no scales": (
+        "fp8 of a family of ours",
+        lambda name, tensor: {} if name.endswith("_scale_inv") else {name: tensor},
+        r"_proj.weight: its scales are missing",
+    ),
+    "other blocks": (
+        "fp8 of a family of ours",
+        lambda name, tensor: {name: tensor[:1] if name.endswith("_scale_inv") else tensor},
+        r"_proj.weight: its scales do not fit: torch.float8_e4m3fn \[.*\] and torch.float32 \[1",
+    ),
+    "no exponents": (
+        "mxfp4",
+        lambda name, tensor: {} if name.endswith("_scales") else {name: tensor},
+        r"_proj_blocks: its scales are missing",
+    ),
+    "other exponents": (
+        "mxfp4",
+        lambda name, tensor: {name: tensor[:, :1] if name.endswith("_scales") else tensor},
+        r"gate_up_proj_blocks: its scales do not fit",
+    ),
+    "a value that is none": (
+        "fp8 of a family of ours",
+        lambda name, tensor: {name: tensor.fill_(torch.nan) if "q_proj.weight" in name else tensor},
+        r"safetensors: contains inf or NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_cannot_be_dequantized_is_refused(name: str, tmp_path: Path) -> None:
+    kind, damage, message = DAMAGES[name]
+    save_quantized(kind, tmp_path)
+    change_tensors(tmp_path, damage)
+    with pytest.raises((ConfigError, RunError), match=message):
+        read_network(open_conversion(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "compressed-tensors", None])
+def test_other_quantized_folders_are_refused_with_the_16_bit_one(
+    method: str | None, tmp_path: Path
+) -> None:
+    make_model(QWEN3).save_pretrained(tmp_path)
+    describe_quantization(tmp_path, {"quant_method": method})
+    with pytest.raises(ConfigError, match=f"{method} .*original .*base_dtype: nf4"):
+        weights.read_structure(str(tmp_path))
