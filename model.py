@@ -1,12 +1,10 @@
 """Decoder-only Transformer in plain PyTorch.
 
 The default is the architecture of Determined's FSDP example: learned positions, LayerNorm and a
-ReLU feed-forward network. Other configurations are GPT-2 (GELU, tied embeddings, dropout), Llama,
-Mistral and Phi-3 (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window), Qwen2 and Qwen3
-(biases on query, key and value; norms on query and key), OLMo 2 (norms after the sublayers), GLM-4
-(norms on both sides, half of a head rotated), Granite (multipliers), SmolLM3 and OLMo 3 (layers of
-two kinds), Gemma 3 (GEGLU, scaled embeddings, norms and layers as these), and OLMoE and Qwen3-MoE
-(mixtures of experts).
+ReLU feed-forward network. Other configurations are GPT-2 (GELU, tied embeddings, dropout), Llama
+and Mistral (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window), Qwen2 and Qwen3
+(biases on query, key and value; norms on query and key), OLMo 2 (norms after the sublayers), and
+OLMoE, Qwen3-MoE and MiniMax-M2 (mixtures of experts).
 
 Reading order: `ModelConfig` in lm/model_config.py, then `Transformer.forward` at the end, then what
 it uses, section by section: inputs of attention, rotary embedding, masks, layers, head and loss.
@@ -14,8 +12,8 @@ The module has no ranks, meshes or precision policies. A trainer reads the struc
 `Transformer.fsdp_units`, `Transformer.init_rule` and `ModelConfig.flops_per_token`.
 
 Shapes: B batch, T sequence length, S keys attended to (cached ones included), D d_model, H query
-heads, G key-value heads, K head_width, R rotary_width, F d_ff, V vocab_size. In mixtures of experts
-N = B T tokens, E n_experts, and k experts_per_token.
+heads, G key-value heads, K head_width, F d_ff, V vocab_size. In mixtures of experts N = B T tokens,
+E n_experts, and k experts_per_token.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lm.grouped_mm import CopyToExperts, SumOverExperts, grouped_mm
-from lm.model_config import IGNORE_INDEX, AttentionKind, ModelConfig, Rope, RopeScaling
+from lm.model_config import IGNORE_INDEX, ModelConfig, RopeScaling
 
 # ---- inputs of attention
 
@@ -66,10 +64,11 @@ class KVCache:
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of attention that layers of a kind share."""
+    """Inputs of attention that all layers share."""
 
     rope: tuple[Tensor, Tensor] | None
-    """cosine and sine of each position's angles, `(T, 1, R/2)` or `(B, T, 1, R/2)`, float32"""
+    """cosine and sine of each position's angles, `(T, 1, K/2)` or `(B, T, 1, K/2)`, float32; None =
+    positions are learned"""
     mask: Tensor | BlockMask | None
     """`(T, S)` or `(B, 1, T, T)`, true = attend; None = as `is_causal` says"""
     is_causal: bool
@@ -105,20 +104,18 @@ def needs_kv_repeat(
 # ---- rotary embedding
 
 
-def rope_frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:
-    """Return the rotary frequencies `(R/2,)`, float32, in radians per position.
+def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Return the rotary frequencies `(K/2,)`, float32, in radians per position.
 
     Sources: Su et al., RoFormer (2021), equation 15. Of the scalings: Chen et al., Position
     Interpolation (2023), for linear; Peng et al., YaRN (2023), section 3.2; Llama 3.1. Dynamic
     scaling starts after the original context, to which it is limited here.
-
-    Args:
-        width: R.
     """
+    width = config.head_width
     dims = torch.arange(0, width, 2, dtype=torch.float32, device=device)
-    theta, scaling = rope
-    periods = theta ** (dims / width)
+    periods = config.rope_theta ** (dims / width)
     frequencies = 1.0 / periods
+    scaling = config.rope_scaling
     if scaling is None:
         return frequencies
     match scaling.rope_type:
@@ -127,7 +124,7 @@ def rope_frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:
         case "linear":
             return frequencies / scaling.factor
         case "yarn":
-            kept = _yarn_kept_fraction(scaling, theta, width, device)
+            kept = _yarn_kept_fraction(scaling, config.rope_theta, width, device)
             scaled = 1.0 / (scaling.factor * periods)
             return scaled * (1 - kept) + frequencies * kept
         case "llama3":
@@ -135,26 +132,26 @@ def rope_frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:
             return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def rope_angles(rope: Rope, width: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def rope_angles(config: ModelConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosine and sine of the angles, see `AttentionInputs.rope`.
 
     Args:
-        width: see `rope_frequencies`.
         position_ids: `(T,)` or `(B, T)`.
     """
-    frequencies = rope_frequencies(rope, width, position_ids.device)
+    frequencies = rope_frequencies(config, position_ids.device)
     angles = position_ids.float()[..., None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    if rope.scaling is not None and rope.scaling.attention_scaling != 1:
-        cos = cos * rope.scaling.attention_scaling
-        sin = sin * rope.scaling.attention_scaling
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.attention_scaling != 1:
+        cos = cos * scaling.attention_scaling
+        sin = sin * scaling.attention_scaling
     return cos, sin
 
 
 def _yarn_kept_fraction(
     scaling: RopeScaling, theta: float, width: int, device: torch.device
 ) -> Tensor:
-    """Return the fraction `(R/2,)` of each frequency that is not scaled.
+    """Return the fraction `(K/2,)` of each frequency that is not scaled.
 
     It is 1 for those that turn at least beta_fast times in the original context, 0 for those that
     turn at most beta_slow times, and linear in the dimension between them.
@@ -180,7 +177,7 @@ def _yarn_kept_fraction(
 
 
 def _llama3_kept_fraction(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Return the fraction `(R/2,)` of each frequency that is not scaled.
+    """Return the fraction `(K/2,)` of each frequency that is not scaled.
 
     It is 0 for wavelengths longer than the original context / low_freq_factor, 1 for those shorter
     than the original context / high_freq_factor, and interpolated between them.
@@ -195,26 +192,16 @@ def _llama3_kept_fraction(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor], interleave: bool) -> Tensor:
-    """Rotate pairs of the first R dimensions of `x` by their position's angles, in float32.
-
-    The pairs are (x[i], x[i + R/2]), with `interleave` (x[2i], x[2i + 1]).
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x[i], x[i + K/2]) of `x` by their position's angles, in float32.
 
     Args:
         x: `(B, T, heads, K)`.
         rope: see `AttentionInputs`.
     """
     cos, sin = rope
-    width = 2 * cos.shape[-1]
-    if width < x.shape[-1]:
-        rotated = rotate(x[..., :width], rope, interleave)
-        return torch.cat([rotated, x[..., width:]], dim=-1)
-    if interleave:
-        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    else:
-        a, b = x.float().chunk(2, dim=-1)
-        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
     return rotated.to(x.dtype)
 
 
@@ -311,26 +298,11 @@ def compiler_options() -> dict[str, Any]:
 # ---- layers
 
 
-class CenteredRMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight is the difference from 1, computed in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.weight.float()
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
-
-
-def make_rms_norm(config: ModelConfig, width: int) -> nn.Module:
-    """Return the RMSNorm that `config` selects."""
-    if config.norm == "rmsnorm-centered":
-        return CenteredRMSNorm(width, eps=config.norm_eps)
-    return nn.RMSNorm(width, eps=config.norm_eps)
-
-
 def make_norm(config: ModelConfig) -> nn.Module:
     """Return the norm of sublayers and output that `config` selects."""
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias != "none")
-    return make_rms_norm(config, config.d_model)
+    return nn.RMSNorm(config.d_model, eps=config.norm_eps)
 
 
 def make_linear(config: ModelConfig, name: str) -> nn.Linear:
@@ -351,11 +323,11 @@ class Attention(nn.Module):
         self.v_proj = make_linear(config, "v_proj")
         self.o_proj = make_linear(config, "o_proj")
         if config.qk_norm == "projection":
-            self.q_norm = make_rms_norm(config, self.q_proj.out_features)
-            self.k_norm = make_rms_norm(config, self.k_proj.out_features)
+            self.q_norm = nn.RMSNorm(self.q_proj.out_features, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(self.k_proj.out_features, eps=config.norm_eps)
         elif config.qk_norm == "head":
-            self.q_norm = make_rms_norm(config, config.head_width)
-            self.k_norm = make_rms_norm(config, config.head_width)
+            self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
 
     def forward(
         self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None
@@ -376,8 +348,8 @@ class Attention(nn.Module):
         # Rotated before the transposition: the kernel's output has the layout of q, and in this one
         # it needs no copy.
         if inputs.rope is not None:
-            q = rotate(q, inputs.rope, c.rope_interleave)
-            k = rotate(k, inputs.rope, c.rope_interleave)
+            q = rotate(q, inputs.rope)
+            k = rotate(k, inputs.rope)
         q = q.transpose(1, 2)  # B H T K
         k = k.transpose(1, 2)  # B G T K
         v = v.transpose(1, 2)
@@ -394,14 +366,7 @@ class Attention(nn.Module):
             # A compiled block compiles it, too; on a CPU only tests use it, on few tokens.
             in_graph = torch.compiler.is_compiling() or not q.is_cuda
             attend = flex_attention if in_graph else compile_once(flex_attention)
-            return attend(
-                q,
-                k,
-                v,
-                block_mask=inputs.mask,
-                scale=c.attention_multiplier,
-                enable_gqa=is_grouped,
-            )
+            return attend(q, k, v, block_mask=inputs.mask, enable_gqa=is_grouped)
         if inputs.repeat_kv:
             n_repeats = c.n_heads // c.kv_heads
             k = k.repeat_interleave(n_repeats, dim=1)
@@ -413,18 +378,17 @@ class Attention(nn.Module):
             attn_mask=inputs.mask,
             dropout_p=c.dropout if self.training else 0.0,
             is_causal=inputs.is_causal,
-            scale=c.attention_multiplier,
             enable_gqa=is_grouped and not inputs.repeat_kv,
         )
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with ReLU or GELU between them, or SwiGLU or GEGLU (Shazeer, 2020)."""
+    """Two linear layers with ReLU or GELU between them, or SwiGLU (Shazeer, 2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind = config.ffn
-        if config.has_gate:
+        if config.ffn == "swiglu":
             self.gate_proj = make_linear(config, "gate_proj")
         self.up_proj = make_linear(config, "up_proj")
         self.down_proj = make_linear(config, "down_proj")
@@ -432,9 +396,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         if self.kind == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        if self.kind == "geglu":
-            gate = F.gelu(self.gate_proj(x), approximate="tanh")
-            return self.down_proj(gate * self.up_proj(x))
         x = self.up_proj(x)  # B T F
         if self.kind == "relu":
             return self.down_proj(F.relu(x))
@@ -564,25 +525,20 @@ class BlockOutput(NamedTuple):
 class Block(nn.Module):
     """Transformer block: attention, then a feed-forward network, or a mixture of them.
 
-    Each has a norm, of its input or of its output or both, and is added to the residual stream.
+    Each has a norm, of its input or of its output, and is added to the residual stream.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.multiplier = config.residual_multiplier
-        self.placement = config.norm_placement
+        self.normalizes_output = config.norm_placement == "post"
         self.attention_norm = make_norm(config)
         self.attention = Attention(config, layer)
-        if config.norm_placement == "both":
-            self.attention_output_norm = make_norm(config)
         self.ffn_norm = make_norm(config)
         if config.n_experts is None:
             self.ffn = FeedForward(config)
         else:
             self.ffn = Experts(config)
-        if config.norm_placement == "both":
-            self.ffn_output_norm = make_norm(config)
 
     def forward(
         self,
@@ -591,15 +547,13 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         router_inputs: RouterInputs | None = None,
     ) -> BlockOutput:
-        if self.placement == "post":
+        if self.normalizes_output:
             attended = self.attention_norm(self.attention(x, inputs, cache))
         else:
             attended = self.attention(self.attention_norm(x), inputs, cache)
-        if self.placement == "both":
-            attended = self.attention_output_norm(attended)
-        x = self._add(x, attended)
+        x = x + F.dropout(attended, self.dropout, self.training)
         ffn_input = x
-        if self.placement != "post":
+        if not self.normalizes_output:
             ffn_input = self.ffn_norm(x)
         routed = None
         if isinstance(self.ffn, Experts):
@@ -607,17 +561,10 @@ class Block(nn.Module):
             fed, routed = self.ffn(ffn_input, router_inputs)
         else:
             fed = self.ffn(ffn_input)
-        if self.placement == "post":
+        if self.normalizes_output:
             fed = self.ffn_norm(fed)
-        elif self.placement == "both":
-            fed = self.ffn_output_norm(fed)
-        return BlockOutput(self._add(x, fed), routed)
-
-    def _add(self, x: Tensor, output: Tensor) -> Tensor:
-        """Return the residual stream `x` with the output of a sublayer."""
-        if self.multiplier != 1:
-            output = output * self.multiplier
-        return x + F.dropout(output, self.dropout, self.training)
+        x = x + F.dropout(fed, self.dropout, self.training)
+        return BlockOutput(x, routed)
 
 
 class Embedding(nn.Module):
@@ -626,7 +573,6 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.multiplier = config.embedding_multiplier
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = None
         if config.positions == "learned":
@@ -636,8 +582,6 @@ class Embedding(nn.Module):
         self, tokens: Tensor, position_ids: Tensor
     ) -> Tensor:  # (B, T), (T,) or (B, T) -> (B, T, D)
         x = self.tokens(tokens)
-        if self.multiplier != 1:  # rounded to the dtype of the embeddings, as Gemma's is
-            x = x * torch.full((), self.multiplier, dtype=x.dtype, device=x.device)
         if self.positions is not None:
             x = x + self.positions(position_ids)
         return F.dropout(x, self.dropout, self.training)
@@ -865,7 +809,6 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
-        self.logits_scaling = config.logits_scaling
         self.output = None
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -893,8 +836,6 @@ class Head(nn.Module):
         if queries is not None:
             x = x.flatten(0, 1)[queries]
         x = self.norm(x)
-        if self.logits_scaling != 1:
-            x = x / self.logits_scaling  # fewer numbers than the logits
         if targets is None:
             return F.linear(x, weight)
         if queries is not None:
@@ -954,8 +895,6 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.attention_kinds = config.attention_kinds
-        """of each layer"""
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         router_bias = None
@@ -1020,28 +959,22 @@ class Transformer(nn.Module):
             position_ids = default_position_ids
         x = self.embedding(tokens, position_ids)  # B T D
 
-        use_flex = cache is None and can_use_flex(c, tokens.device, self.training)
-        masks: dict[int | None, Tensor | BlockMask | None] = {}  # by sliding window
-        for window in dict.fromkeys(kind.sliding_window for kind in self.attention_kinds):
-            if mask is not None:
-                masks[window] = limit_mask(mask, window, position_ids)
-            else:
-                masks[window] = make_mask(
-                    window, len(tokens), indices, document_start, end, use_flex
-                )
-
-        inputs: dict[AttentionKind, AttentionInputs] = {}
-        for kind in dict.fromkeys(self.attention_kinds):
-            mask_of_kind = masks[kind.sliding_window]
-            inputs[kind] = self._attention_inputs(kind, x, position_ids, mask_of_kind)
+        attention_mask: Tensor | BlockMask | None
+        if mask is not None:
+            attention_mask = limit_mask(mask, c.sliding_window, position_ids)
+        else:
+            use_flex = cache is None and can_use_flex(c, tokens.device, self.training)
+            attention_mask = make_mask(
+                c.sliding_window, len(tokens), indices, document_start, end, use_flex
+            )
+        inputs = self._attention_inputs(x, position_ids, attention_mask)
         is_counted = None
         if self.training and targets is not None and queries is None:
             is_counted = targets != IGNORE_INDEX
         router_inputs = self._router_inputs(is_counted, x.device)
         routed: list[Routed] = []  # by layer
-        layers = zip(self.blocks, self.attention_kinds, router_inputs, strict=True)
-        for block, kind, router_inputs_here in layers:
-            x, routed_here = block(x, inputs[kind], cache, router_inputs_here)
+        for block, router_inputs_here in zip(self.blocks, router_inputs, strict=True):
+            x, routed_here = block(x, inputs, cache, router_inputs_here)
             if routed_here is not None:
                 routed.append(routed_here)
         if cache is not None:
@@ -1068,13 +1001,9 @@ class Transformer(nn.Module):
         return [RouterInputs(bias, is_counted) for bias in biases.unbind()]
 
     def _attention_inputs(
-        self,
-        kind: AttentionKind,
-        x: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | BlockMask | None,
+        self, x: Tensor, position_ids: Tensor, mask: Tensor | BlockMask | None
     ) -> AttentionInputs:
-        """Return the inputs of attention that all layers of a kind share.
+        """Return the inputs of attention that all layers share.
 
         Args:
             x: `(B, T, D)`, the input of the first layer.
@@ -1082,8 +1011,8 @@ class Transformer(nn.Module):
         """
         c = self.config
         rope = None
-        if kind.rope is not None:
-            rope = rope_angles(kind.rope, c.rotary_width, position_ids)
+        if c.positions == "rope":
+            rope = rope_angles(c, position_ids)
         return AttentionInputs(
             rope=rope,
             mask=mask,
@@ -1127,10 +1056,7 @@ class Transformer(nn.Module):
         if parameter == "bias":
             return InitRule("constant", 0.0)
         if module.endswith("norm"):
-            identity = 1.0
-            if c.norm == "rmsnorm-centered":
-                identity = 0.0
-            return InitRule("constant", identity)
+            return InitRule("constant", 1.0)
         if c.positions == "learned" and not c.tie_embeddings:
             return self._pytorch_init_rule(module, width_ratio)
         if module in ("o_proj", "down_proj"):  # they write to the residual stream

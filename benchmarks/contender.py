@@ -255,13 +255,8 @@ def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> 
     from torchtitan.models.llama3 import Transformer as Llama
     from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
 
-    if (
-        hp.own_model.tie_embeddings
-        or hp.own_model.sliding_window
-        or hp.own_model.layer_pattern
-        or hp.own_model.dropout
-    ):
-        keys = "tie_embeddings, sliding_window, layer_pattern and dropout"
+    if hp.own_model.tie_embeddings or hp.own_model.sliding_window or hp.own_model.dropout:
+        keys = "tie_embeddings, sliding_window and dropout"
         sys.exit(f"torchtitan's Llama does not support {keys}")
     # torchtitan's width is 2/3 of ffn_dim_multiplier x 4 dim, rounded up to multiple_of.
     width = convert_to_llama(hp).own_model.ffn_width

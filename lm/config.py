@@ -34,7 +34,7 @@ from lm.errors import ConfigError, command, error_prefix
 from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of, need_of
 from lm.launch.console import warn
 from lm.metrics.config import MetricsConfig
-from lm.model_config import ModelConfig
+from lm.model_config import FORMER_KEYS, USE_INIT_FROM, ModelConfig
 from lm.objectives.config import ObjectiveConfig
 from lm.presets import PRESETS
 from lm.tasks.questions import TasksConfig
@@ -399,6 +399,7 @@ def _read_draft(
     for override in overrides:
         _apply_override(draft, override)
     _drop_replaced(draft, name)
+    _drop_former_keys(draft)
     _refuse_keys_of_transformers(draft)
     _resolve_search(draft)
     _apply_max_length(draft, contents, name, lines)
@@ -500,6 +501,14 @@ def _drop(draft: _Draft, keys: Collection[str], cause: str, name: str) -> None:
     if shown:
         value = _show(draft.values[cause]).strip('"')
         draft.warnings.append(f"{cause}={value} overrides {', '.join(shown)} of {name}")
+
+
+def _drop_former_keys(draft: _Draft) -> None:
+    """Drop keys of earlier versions, as in a run's config.yaml, unless they change the model."""
+    for key, value in FORMER_KEYS.items():
+        if draft.values.pop(key, value) != value:
+            problem = "no hyperparameter any more, as transformers computes the models that have it"
+            draft.refuse(key, f"{problem}; {USE_INIT_FROM}, and remove {key}")
 
 
 def _resolve_search(draft: _Draft) -> None:
@@ -650,15 +659,12 @@ def _warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:
 def _context_length(model: ModelConfig) -> int:
     """Return the positions for which a pretrained model was made, or is extended by its scaling."""
     length = model.context_length
-    for kind in model.attention_kinds:
-        if kind.rope is None or kind.rope.scaling is None:
-            continue
-        scaling = kind.rope.scaling
-        if scaling.rope_type == "llama3":  # max_position_embeddings is that of the extended model
-            continue
-        original = scaling.original_max_position_embeddings or model.context_length
-        length = max(length, int(original * scaling.factor))
-    return length
+    scaling = model.rope_scaling
+    # With llama3, max_position_embeddings is that of the extended model.
+    if scaling is None or scaling.rope_type == "llama3":
+        return length
+    original = scaling.original_max_position_embeddings or length
+    return max(length, int(original * scaling.factor))
 
 
 def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -919,9 +925,6 @@ def _add_error_of_value(draft: _Draft, problem: ErrorDetails) -> None:
     schema = SCHEMA["properties"][key]
     siblings: Mapping[str, Any] = {}
     for name in inner:
-        if isinstance(value, list) and name.isdigit() and _is_mapping_at(value, int(name)):
-            path = (*path, name)
-            value = value[int(name)]
         # pydantic also lists members of unions, e.g. "dict[str,float]", which are no keys.
         if isinstance(value, dict) and (name in value or problem["type"] == "missing"):
             siblings = _nested(schema)
@@ -946,23 +949,15 @@ def _add_error_of_value(draft: _Draft, problem: ErrorDetails) -> None:
     _add_error(draft, path, ConfigError(f"{label}: {text}"))
 
 
-def _is_mapping_at(values: list[Any], index: int) -> bool:
-    return index < len(values) and isinstance(values[index], dict)
-
-
 def _message(problem: ErrorDetails) -> str:
     return problem["msg"].removeprefix("Value error, ")
 
 
 def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the JSON Schema of each key of a mapping that `schema` accepts, "*" for any key.
-
-    The mapping can be in a list.
-    """
+    """Return the JSON Schema of each key of a mapping that `schema` accepts, "*" for any key."""
     for option in schema.get("anyOf", ()):
-        reference = option.get("$ref", option.get("items", {}).get("$ref"))
-        if reference is not None:
-            name = reference.rpartition("/")[2]
+        if "$ref" in option:
+            name = option["$ref"].rpartition("/")[2]
             return SCHEMA["$defs"][name]["properties"]
         if "additionalProperties" in option:
             return {"*": option["additionalProperties"]}
@@ -1014,8 +1009,6 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return "a list of these"
         case {"items": {"prefixItems": items}}:
             return f"a list of lists of {len(items)} values, each {_accepted(items[0])}"
-        case {"items": {"$ref": _}}:
-            return "a list of mappings"
         case {"items": {"type": kind}}:
             return f"a list of {kind}s"
         case {"prefixItems": items}:

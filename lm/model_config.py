@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,7 +16,7 @@ from pydantic import (
 )
 
 from lm.fields import Config, Fixed, Logged, Needs, Varied
-from lm.presets import PRESETS
+from lm.presets import FORMER_PRESETS, PRESETS
 
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
@@ -48,18 +47,46 @@ ROPE_TYPES = {
 """Types of `rope_scaling` -> the keys that they use."""
 
 
-class _Mapping(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """A hyperparameter that is a mapping, and is saved as one of the keys that are set."""
+FORMER_KEYS: dict[str, Any] = {
+    "partial_rotary_factor": 1.0,
+    "rope_interleave": False,
+    "layer_pattern": None,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Keys of earlier versions, which computed models that transformers computes now -> the values with
+which a model is one of this version."""
+_FORMER_VALUES = {"norm": "rmsnorm-centered", "norm_placement": "both", "ffn": "geglu"}
 
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        values = serialize(self)
-        return {key: value for key, value in values.items() if value != fields[key].default}
+
+USE_INIT_FROM = "set init_from to a Hugging Face directory or name"
 
 
-class RopeScaling(_Mapping, frozen=True):
-    """Scaling of rotary frequencies, for contexts longer than in pre-training."""
+def find_former(values: Mapping[str, Any]) -> str | None:
+    """Return the first of the keys of a model whose value only earlier versions compute."""
+    for key, value in FORMER_KEYS.items():
+        if values.get(key, value) != value:
+            return key
+    for key, value in _FORMER_VALUES.items():
+        if values.get(key) == value:
+            return key
+    if is_former_preset(values.get("model")):
+        return "model"
+    return None
+
+
+def is_former_preset(name: object) -> bool:
+    """Return whether earlier versions had a preset of this name, or one like it."""
+    return isinstance(name, str) and name.startswith(FORMER_PRESETS)
+
+
+class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """Scaling of rotary frequencies, for contexts longer than in pre-training.
+
+    It is saved as a mapping of the keys that are set.
+    """
 
     rope_type: Literal["llama3", "linear", "dynamic", "yarn"] = Field(
         "llama3",
@@ -93,6 +120,12 @@ class RopeScaling(_Mapping, frozen=True):
     truncate: bool | None = Field(
         None, description="yarn: round the range between both betas to dimensions; null = true"
     )
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = RopeScaling.model_fields
+        values = serialize(self)
+        return {key: value for key, value in values.items() if value != fields[key].default}
 
     @model_validator(mode="after")
     def _check_keys(self) -> RopeScaling:
@@ -130,37 +163,6 @@ class RopeScaling(_Mapping, frozen=True):
         if self.factor <= 1:
             return 1.0
         return 0.1 * mscale * math.log(self.factor) + 1.0
-
-
-class LayerKind(_Mapping, frozen=True):
-    """What the layers of one kind have instead of the model's values."""
-
-    sliding_window: int | None = Field(
-        None, gt=0, description="attend to the last N positions only (tokens); null = the model's"
-    )
-    rope: bool = Field(True, description="rotate queries and keys; false = they have no positions")
-    rope_theta: float | None = Field(
-        None, gt=0, description="base of the rotary wavelengths; null = the model's"
-    )
-    rope_scaling: RopeScaling | None = Field(
-        None, description="scaling of the rotary frequencies; null = the model's"
-    )
-
-
-class Rope(NamedTuple):
-    """A rotary embedding."""
-
-    theta: float
-    scaling: RopeScaling | None
-
-
-class AttentionKind(NamedTuple):
-    """What distinguishes the attention of one layer from that of another."""
-
-    sliding_window: int | None
-    """tokens; None = full attention"""
-    rope: Rope | None
-    """None = queries and keys are not rotated"""
 
 
 VocabSize = Annotated[int, Field(gt=1, le=2**24)]
@@ -221,16 +223,14 @@ class ModelConfig(Config, frozen=True):
         description="feed-forward width, of each expert with n_experts; null = 4 d_model, or"
         " Llama's rule with a gate",
     )
-    norm: Fixed[Literal["layernorm", "rmsnorm", "rmsnorm-centered"]] = Field(
-        "layernorm",
-        description="normalization of sublayers and output; rmsnorm-centered multiplies by"
-        " 1 + weight (Gemma)",
+    norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field(
+        "layernorm", description="normalization of sublayers and output"
     )
     norm_eps: Fixed[float] = Field(1e-5, gt=0, description="added to the variance in each norm")
-    norm_placement: Fixed[Literal["pre", "post", "both"]] = Field(
+    norm_placement: Fixed[Literal["pre", "post"]] = Field(
         "pre",
         description="normalize a sublayer's input (GPT, Llama), or its output before it is added"
-        " (OLMo 2), or both (GLM-4)",
+        " (OLMo 2)",
     )
     qk_norm: Fixed[Literal["none", "head", "projection"]] = Field(
         "none",
@@ -251,15 +251,8 @@ class ModelConfig(Config, frozen=True):
     rope_scaling: Fixed[RopeScaling | None] = Field(
         None, description="scaling of the rotary frequencies (a mapping)"
     )
-    partial_rotary_factor: Fixed[float] = Field(
-        1.0, gt=0, le=1, description="fraction of a head that is rotated: its first dimensions"
-    )
-    rope_interleave: Fixed[bool] = Field(
-        False, description="rotate pairs of neighbors, not of the halves of a head"
-    )
-    ffn: Fixed[Literal["relu", "gelu", "swiglu", "geglu"]] = Field(
-        "relu",
-        description="feed-forward network; gelu is GPT-2's tanh form; swiglu and geglu have a gate",
+    ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
+        "relu", description="feed-forward network; gelu is GPT-2's tanh form; swiglu has a gate"
     )
     bias: Fixed[Literal["ffn", "none", "qkv", "attention", "all"]] = Field(
         "ffn",
@@ -311,22 +304,6 @@ class ModelConfig(Config, frozen=True):
     sliding_window: Fixed[int | None] = Field(
         None, gt=0, description="attend to the last N positions only (tokens)"
     )
-    layer_pattern: Fixed[tuple[LayerKind, ...] | None] = Field(
-        None,
-        min_length=1,
-        max_length=MAX_LAYERS,
-        description="kinds of layers, repeated in turn; null = all layers are alike",
-    )
-    embedding_multiplier: Fixed[float] = Field(
-        1.0, gt=0, description="factor of the token embeddings"
-    )
-    attention_multiplier: Fixed[float | None] = Field(
-        None, gt=0, description="factor of the attention scores; null = 1 / sqrt(width of a head)"
-    )
-    residual_multiplier: Fixed[float] = Field(
-        1.0, gt=0, description="factor of a sublayer's output before it is added"
-    )
-    logits_scaling: Fixed[float] = Field(1.0, gt=0, description="divisor of the logits")
     dropout: Fixed[float] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an activation in training"
     )
@@ -336,6 +313,9 @@ class ModelConfig(Config, frozen=True):
     def _apply_preset(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("model"), str):
             return values  # no preset, or a value that pydantic rejects
+        if is_former_preset(values["model"]):
+            problem = f"{values['model']} is no preset any more, as transformers computes it"
+            raise ValueError(f"model: {problem}; {USE_INIT_FROM}, and remove model")
         if values["model"] not in PRESETS:
             available = ", ".join(PRESETS)
             raise ValueError(f"model: unknown preset {values['model']!r}; available: {available}")
@@ -362,12 +342,9 @@ class ModelConfig(Config, frozen=True):
             fits = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
             problem = f"{self.n_heads} does not divide d_model {self.d_model}"
             yield f"n_heads: {problem}; nearest: {sorted(fits[:4])}"
-        elif self.positions == "rope" and (self.rotary_width % 2 or self.rotary_width == 0):
+        elif self.positions == "rope" and self.head_width % 2:
             needs = "positions: rope needs an even"
-            if self.partial_rotary_factor != 1:
-                problem = f"{needs} number of rotated dimensions, not {self.rotary_width}"
-                yield f"partial_rotary_factor: {problem} of {self.head_width}"
-            elif self.head_dim is not None:
+            if self.head_dim is not None:
                 yield f"head_dim: {needs} head_dim, not {self.head_width}"
             else:
                 yield f"n_heads: {needs} d_model / n_heads, not {self.head_width}"
@@ -380,25 +357,21 @@ class ModelConfig(Config, frozen=True):
         if self.positions == "learned" and n_rows is not None and self.max_seq_len > n_rows:
             problem = f"{self.max_seq_len} exceeds n_positions {n_rows}"
             yield f"max_seq_len: {problem}, the rows of the learned table"
-        if self.rope_scaling and self.positions != "rope":
+        if self.rope_scaling is None:
+            return
+        if self.positions != "rope":
             yield "rope_scaling: needs positions: rope"
-        if self.layer_pattern and self.positions != "rope":
-            yield "layer_pattern: needs positions: rope"
-        for kind in set(self.attention_kinds):
-            if kind.rope is None or kind.rope.scaling is None:
-                continue
-            if kind.rope.theta <= 1:
-                yield "rope_theta: rope_scaling needs a base above 1"
-            elif self.rotary_width < 4:
-                problem = f"needs 4 or more rotated dimensions per head, not {self.rotary_width}"
-                yield f"rope_scaling: {problem}"
-            original = kind.rope.scaling.original_max_position_embeddings
-            if kind.rope.scaling.rope_type == "dynamic" and self.max_seq_len > (original or 0):
-                # All positions would be rotated by the length of the sequence: a text would depend
-                # on what it is packed, padded or generated with.
-                problem = f"{self.max_seq_len} exceeds the original context of {original}"
-                remedy = f"use {original} or less, or set rope_scaling to linear or yarn"
-                yield f"max_seq_len: {problem}, as far as dynamic is supported; {remedy}"
+        elif self.rope_theta <= 1:
+            yield "rope_theta: rope_scaling needs a base above 1"
+        elif self.head_width < 4:
+            yield f"rope_scaling: needs 4 or more dimensions per head, not {self.head_width}"
+        original = self.rope_scaling.original_max_position_embeddings
+        if self.rope_scaling.rope_type == "dynamic" and self.max_seq_len > (original or 0):
+            # All positions would be rotated by the length of the sequence: a text would depend on
+            # what it is packed, padded or generated with.
+            problem = f"{self.max_seq_len} exceeds the original context of {original}"
+            remedy = f"use {original} or less, or set rope_scaling to linear or yarn"
+            yield f"max_seq_len: {problem}, as far as dynamic is supported; {remedy}"
 
     def _find_problems_of_experts(self) -> Iterator[str]:
         if self.n_experts is None:
@@ -418,24 +391,6 @@ class ModelConfig(Config, frozen=True):
         if self.head_dim is not None:
             return self.head_dim
         return self.d_model // self.n_heads
-
-    @property
-    def attention_kinds(self) -> list[AttentionKind]:
-        """The kind of each layer's attention: `layer_pattern`, or the model's values."""
-        pattern: list[AttentionKind] = []
-        for kind in self.layer_pattern or [LayerKind.model_validate({})]:
-            rope = None
-            if self.positions == "rope" and kind.rope:
-                theta = kind.rope_theta or self.rope_theta
-                rope = Rope(theta, kind.rope_scaling or self.rope_scaling)
-            window = kind.sliding_window or self.sliding_window
-            pattern.append(AttentionKind(window, rope))
-        return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
-
-    @property
-    def rotary_width(self) -> int:
-        """The first dimensions of a head, which are rotated: `partial_rotary_factor` of them."""
-        return int(self.head_width * self.partial_rotary_factor)
 
     @property
     def kv_heads(self) -> int:
@@ -458,14 +413,9 @@ class ModelConfig(Config, frozen=True):
         """
         if self.d_ff is not None:
             return self.d_ff
-        if self.has_gate:
+        if self.ffn == "swiglu":
             return 256 * math.ceil(8 * self.d_model / 3 / 256)
         return 4 * self.d_model
-
-    @property
-    def has_gate(self) -> bool:
-        """Whether the feed-forward network has a third matrix, for its gate."""
-        return self.ffn in ("swiglu", "geglu")
 
     def structure(self) -> dict[str, Any]:
         """Return the hyperparameters that weights depend on, with defaults filled in.
@@ -494,7 +444,7 @@ class ModelConfig(Config, frozen=True):
     def ffn_shapes(self) -> dict[str, tuple[int, int]]:
         """The linear layers of a feed-forward network, or of each expert, as `layer_shapes`."""
         shapes: dict[str, tuple[int, int]] = {}
-        if self.has_gate:
+        if self.ffn == "swiglu":
             shapes["gate_proj"] = (self.ffn_width, self.d_model)
         shapes["up_proj"] = (self.ffn_width, self.d_model)
         shapes["down_proj"] = (self.d_model, self.ffn_width)
@@ -532,8 +482,7 @@ class ModelConfig(Config, frozen=True):
         block = 0
         if self.n_experts is not None:
             block = self.n_experts * self.expert_size
-        n_norms = 4 if self.norm_placement == "both" else 2
-        block += n_norms * norm
+        block += 2 * norm
         for layer, (out, inner) in self.layer_shapes.items():
             block += out * inner
             if self.has_bias(layer):
@@ -579,20 +528,16 @@ class ModelConfig(Config, frozen=True):
 
     def attention_flops_per_token(self, seq_len: int) -> float:
         """Return the part of `flops_per_token` that is not products with weights."""
-        windows = Counter(kind.sliding_window for kind in self.attention_kinds)
-        flops = 0.0
-        for sliding_window, n_layers in windows.items():
-            flops += n_layers * self.attention_flops_of_layer(sliding_window, seq_len)
-        return flops
+        return self.n_layers * self.attention_flops_of_layer(seq_len)
 
-    def attention_flops_of_layer(self, sliding_window: int | None, seq_len: int) -> float:
-        """Return the part of `attention_flops_per_token` of a layer with `sliding_window`."""
+    def attention_flops_of_layer(self, seq_len: int) -> float:
+        """Return the part of `attention_flops_per_token` of a layer."""
         # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
         # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window;
         # the mean per query is their sum / seq_len.
         window = seq_len
-        if sliding_window is not None:
-            window = min(sliding_window, seq_len)
+        if self.sliding_window is not None:
+            window = min(self.sliding_window, seq_len)
         keys = window - window**2 / (2 * seq_len)
         return 12 * self.n_heads * self.head_width * keys
 

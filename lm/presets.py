@@ -66,64 +66,9 @@ _OLMOE = _LLAMA2 | {
     "experts_per_token": 8,
     "norm_topk_prob": False,
 }
-_SMOLLM3 = _LLAMA2 | {
-    "n_kv_heads": 4,
-    "vocab_size": 128256,
-    "max_seq_len": 65536,
-    "norm_eps": 1e-6,
-    "tie_embeddings": True,
-    "rope_theta": 5e6,
-    "layer_pattern": [{}, {}, {}, {"rope": False}],
-}
-_OLMO3_WINDOW = {"sliding_window": 4096}
-_OLMO3_FULL = {
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-    }
-}
-_OLMO3 = _OLMO2 | {
-    "vocab_size": 100278,
-    "max_seq_len": 65536,
-    "layer_pattern": [_OLMO3_WINDOW, _OLMO3_WINDOW, _OLMO3_WINDOW, _OLMO3_FULL],
-}
-_GEMMA3_WINDOW = {"sliding_window": 512, "rope_theta": 10000.0}
-_GEMMA3 = _LLAMA2 | {
-    "n_kv_heads": 1,
-    "head_dim": 256,
-    "vocab_size": 262144,
-    "max_seq_len": 32768,
-    "norm": "rmsnorm-centered",
-    "norm_eps": 1e-6,
-    "norm_placement": "both",
-    "qk_norm": "head",
-    "ffn": "geglu",
-    "tie_embeddings": True,
-    "rope_theta": 1e6,
-    "layer_pattern": [*[_GEMMA3_WINDOW] * 5, {}],
-}
-_GRANITE3 = _LLAMA2 | {
-    "n_kv_heads": 8,
-    "vocab_size": 49155,
-    "tie_embeddings": True,
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-}
-_GRANITE3_2B = _GRANITE3 | {"attention_multiplier": 1 / 64, "logits_scaling": 8.0}
-_GRANITE3_8B = _GRANITE3 | {"attention_multiplier": 1 / 128, "logits_scaling": 16.0}
-_GLM4 = _LLAMA2 | {
-    "n_kv_heads": 2,
-    "vocab_size": 151552,
-    "max_seq_len": 32768,
-    "norm_eps": 1e-5,
-    "norm_placement": "both",
-    "partial_rotary_factor": 0.5,
-    "rope_interleave": True,
-    "bias": "qkv",
-}
-_PHI3 = _LLAMA2 | {"vocab_size": 32064, "sliding_window": 2047}
-_PHI4 = _LLAMA2 | {"vocab_size": 100352, "max_seq_len": 16384, "rope_theta": 250000.0}
+
+FORMER_PRESETS = ("gemma3", "glm4", "granite3", "olmo3", "phi3", "phi4", "smollm3")
+"""How presets of earlier versions start, of families that transformers computes."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # family, d_model, n_layers, n_heads
@@ -149,18 +94,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _preset(_QWEN3_SMALL, 2048, 28, 16, d_ff=6144),
     "qwen3-4b": _preset(_QWEN3_SMALL, 2560, 36, 32, d_ff=9728),
     "qwen3-8b": _preset(_QWEN3, 4096, 36, 32, d_ff=12288),
-    "phi3": _LLAMA_STYLE,
-    "phi3-mini": _preset(_PHI3, 3072, 32, 32, d_ff=8192),
-    "phi3-medium": _preset(_PHI3, 5120, 40, 40, n_kv_heads=10, d_ff=17920),
-    "phi4": _preset(_PHI4, 5120, 40, 40, n_kv_heads=10, d_ff=17920),
-    "granite3-2b": _preset(_GRANITE3_2B, 2048, 40, 32, d_ff=8192),
-    "granite3-8b": _preset(_GRANITE3_8B, 4096, 40, 32, d_ff=12800),
-    "glm4-9b": _preset(_GLM4, 4096, 40, 32, d_ff=13696),
     "smollm2-1.7b": _preset(_SMOLLM2, 2048, 24, 32, d_ff=8192, rope_theta=130000.0),
-    "smollm3-3b": _preset(_SMOLLM3, 2048, 36, 16, d_ff=11008),
-    "olmo3-7b": _preset(_OLMO3, 4096, 32, 32, d_ff=11008),
-    "gemma3-270m": _preset(_GEMMA3, 640, 18, 4, d_ff=2048, embedding_multiplier=640**0.5),
-    "gemma3-1b": _preset(_GEMMA3, 1152, 26, 4, d_ff=6912, embedding_multiplier=1152**0.5),
     "olmo2-7b": _preset(_OLMO2, 4096, 32, 32, d_ff=11008),
     "olmoe-1b-7b": _preset(_OLMOE, 2048, 16, 16, d_ff=1024),
     "qwen3-30b-a3b": _preset(_QWEN3_MOE, 2048, 48, 32, d_ff=768),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lm import command_line, config
 from lm.errors import ConfigError
 from lm.fields import CHANGES, need_of
+from lm.model_config import FORMER_KEYS
 from lm.presets import PRESETS
 from lm.training import parallelize
 from model import ModelConfig
@@ -99,7 +100,6 @@ INVALID: list[tuple[str, list[Any], str]] = [
     ("seed", [99999999999999999999], "2^63"),
     ("collective_timeout", [0.5], "a number >= 1 and <= 604800"),
     ("rope_scaling", [3], "a mapping or null"),
-    ("layer_pattern", [3, [3]], "a list of mappings or null"),
     ("min_lr_ratio", [1.1], "a number >= 0 and <= 1"),
 ]
 
@@ -172,12 +172,17 @@ def test_error_names_keys_inside_a_mapping(refusal: Refusal) -> None:
         assert re.match(f"exp.yaml:3: rope_scaling.{part}", problem)
 
 
-def test_error_names_keys_inside_a_list(refusal: Refusal) -> None:
-    pattern = "[{}, {sliding_window: 0}, {window: 4}]"
-    error = refusal(f"hyperparameters:\n  positions: rope\n  layer_pattern: {pattern}\n")
-    parts = ["1.sliding_window: 0 is not an integer > 0", "2.window: .*sliding_window[?]"]
-    for problem, part in zip(error.problems, parts, strict=True):
-        assert re.match(f"exp.yaml:3: layer_pattern.{part}", problem)
+def test_keys_of_earlier_versions_are_refused_if_they_change_the_model(refusal: Refusal) -> None:
+    """A run's config.yaml has all keys, also those that its model does not use."""
+    unused = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in FORMER_KEYS.items())
+    contents = yaml.safe_load(f"hyperparameters:\n  lr: 1\n{unused}")
+    assert config.read_hyperparameters(contents, [], "exp.yaml").optim.lr == 1
+    used = "  layer_pattern: [{sliding_window: 4}]\n  residual_multiplier: 0.5\n"
+    error = refusal(f"hyperparameters:\n{used}", "logits_scaling=2")
+    where = ["exp.yaml:2: layer_pattern", "exp.yaml:3: residual_multiplier"]
+    where.append("argument logits_scaling")
+    for problem, label in zip(error.problems, where, strict=True):
+        assert problem.startswith(f"{label}: no hyperparameter any more")
 
 
 def test_read_reports_all_problems_in_the_order_of_the_file(refusal: Refusal) -> None:

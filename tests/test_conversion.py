@@ -105,6 +105,16 @@ MISTRAL3 = {
 CAUSAL = {"llama": LLAMA, "experts": QWEN3_MOE, "fused": HRM, "latent": DEEPSEEK_V3}
 WRAPPERS = {"gemma3": GEMMA3, "qwen3.5 experts": QWEN3_5_MOE, "mistral3, tied": MISTRAL3}
 KINDS = CAUSAL | WRAPPERS
+GROUPED = LLAMA | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
+DENSE = {
+    "gemma3_text": GEMMA3_TEXT | {"sliding_window": 4, "query_pre_attn_scalar": 7},
+    "glm4": GROUPED | {"model_type": "glm4"},
+    "granite": GROUPED | {"model_type": "granite", "residual_multiplier": 0.75},
+    "olmo3": GROUPED | {"model_type": "olmo3", "sliding_window": 4},
+    "phi3": GROUPED | {"model_type": "phi3"},
+    "smollm3": GROUPED | {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+}
+"""Dense models with options that model.py does not have."""
 
 
 def make_model(raw: Mapping[str, Any]) -> Any:
@@ -159,9 +169,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | DENSE)
 def test_read_equals_transformers_and_export_equals_the_source(kind: str, tmp_path: Path) -> None:
-    model = save_model(KINDS[kind], tmp_path / "source")
+    model = save_model((KINDS | DENSE)[kind], tmp_path / "source")
     conversion = open_conversion(tmp_path / "source")
     network = read_network(conversion)
     torch.testing.assert_close(text_logits(network), text_logits(model), rtol=0, atol=0)

@@ -524,7 +524,7 @@ def test_mixture_without_a_counterpart_is_refused() -> None:
     ("changes", "key"),
     [
         ({"experts_per_token": 6}, "experts_per_token"),
-        ({"ffn": "geglu"}, "ffn"),
+        ({"ffn": "gelu"}, "ffn"),
         ({"bias": "all"}, "bias"),
         ({"router_balance": "none", "router_balance_rate": 0.1}, "router_balance_rate"),
         ({"n_experts": None, "experts_per_token": 3}, "experts_per_token"),

@@ -65,7 +65,6 @@ MODELS = {
     "llama": LLAMA,
     "windowed": SHAPE | {"sliding_window": 40},
     "mistral": LLAMA | {"sliding_window": 40},
-    "two-kinds": LLAMA | {"layer_pattern": [{"sliding_window": 40}, {"rope": False}]},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"compile": False},

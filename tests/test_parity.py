@@ -90,7 +90,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },  # dimensions that are not divisible by the ranks
     "windowed": LLAMA_STYLE | {"sliding_window": 5},
     "mixture": LLAMA_STYLE | {"n_experts": 3, "d_ff": 24, "router_balance": "none"},
-    "two-kinds": LLAMA_STYLE | {"layer_pattern": [{"sliding_window": 5}, {"rope": False}]},
 }
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.2},

@@ -24,6 +24,7 @@ from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.data.tokenizer import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.hf.base import load_model
+from lm.model_config import FORMER_KEYS
 from lm.resume import extensions, require_same_run
 from lm.runtime.world import World
 from lm.tasks.scoring import Scorer
@@ -400,10 +401,13 @@ def test_resume_refuses_hyperparameters_of_wrong_types(
 def test_resume_of_an_earlier_version_has_defaults(two_steps: Path, tmp_path: Path) -> None:
     older = tmp_path / "older"
     shutil.copytree(checkpoints_by_step(two_steps)[2], older)
-    known = dict(read_manifest(older).hyperparameters)
+    manifest = read_manifest(older)
+    known = manifest.hyperparameters | FORMER_KEYS
     del known["decay_steps"]
-    forge_manifest(older, hyperparameters=known)
-    run_fsdp(tmp_path, "max_steps=3", f"resume={older}", code=0)
+    forge_manifest(older, hyperparameters=known, model=manifest.model | FORMER_KEYS)
+    config = TINY | FORMER_KEYS
+    done = run_fsdp(tmp_path, "max_steps=3", f"resume={older}", config=config, code=0)
+    assert f"resumed from checkpoint {older.name}, step 2" in done.stdout
 
 
 TODAY = """

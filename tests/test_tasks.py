@@ -31,7 +31,7 @@ from lm.tasks.task import Choice, Message, Question, Task
 from lm.transformers_model import AnyModel
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
-from tests.support.hf import GPT2, GRANITE, LLAMA, MISTRAL, add_tokenizer, make_reference
+from tests.support.hf import GPT2, LLAMA, MISTRAL, add_tokenizer, make_reference
 from tests.support.hyperparameters import TINY
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import read_reports, run_fsdp
@@ -105,8 +105,8 @@ def reference_score(
 
 @pytest.mark.parametrize(
     "raw",
-    [GPT2, GRANITE, MISTRAL | {"sliding_window": 8}],
-    ids=["gpt2", "granite", "sliding window"],
+    [GPT2, MISTRAL | {"sliding_window": 8}],
+    ids=["gpt2", "sliding window"],
 )
 @pytest.mark.parametrize("norm", ["none", "char", "token"])
 def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any) -> None:

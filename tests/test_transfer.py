@@ -21,8 +21,8 @@ from lm.memory import count_state
 from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import optim, parallelize
-from lm.training.transfer import Scale, Transfer
-from model import BlockOutput, ModelConfig, Transformer
+from lm.training.transfer import Transfer
+from model import Block, BlockOutput, ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, state_of
 from tests.support.hyperparameters import EXACT_RUN, LLAMA_STYLE, TINY, named_keys
 from tests.support.parallelism import STRATEGIES
@@ -35,13 +35,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "tied": LLAMA_STYLE | {"tie_embeddings": True},
     "gpt2": {"ffn": "gelu", "bias": "all", "tie_embeddings": True},
     "olmo2": LLAMA_STYLE | {"norm_placement": "post", "qk_norm": "projection"},
-    "gemma3": LLAMA_STYLE
-    | {
-        "norm": "rmsnorm-centered",
-        "norm_placement": "both",
-        "qk_norm": "head",
-        "tie_embeddings": True,
-    },
 }
 every_style = pytest.mark.parametrize("style", STYLES)
 FROM_SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 3, "base_width": 8, "base_depth": 1}
@@ -129,17 +122,11 @@ def test_scale_of_tied_embeddings_is_in_the_final_norm() -> None:
     assert transfer.scale("head.norm.weight") == pytest.approx((1 / 4, 1 / 4, 4, 1, 1 / 4))
 
 
-@pytest.mark.parametrize(
-    ("placement", "output", "matrix"),
-    [("post", "ffn_norm", "ffn.down_proj"), ("both", "ffn_output_norm", "ffn.down_proj")],
-)
-def test_scale_of_depth_is_in_the_norm_of_a_branch(
-    placement: str, output: str, matrix: str
-) -> None:
-    hp = hyperparameters(**FROM_SMALL, norm_placement=placement)
+def test_scale_of_depth_is_in_the_norm_of_a_branch() -> None:
+    hp = hyperparameters(**FROM_SMALL, norm_placement="post")
     transfer = Transfer.of(hp.transfer, hp.model, "adamw")
-    assert transfer.scale(f"blocks.0.{output}.weight").lr == pytest.approx(1 / 3)
-    assert transfer.scale(f"blocks.0.{matrix}.weight").lr == pytest.approx(1 / 4)
+    assert transfer.scale("blocks.0.ffn_norm.weight").lr == pytest.approx(1 / 3)
+    assert transfer.scale("blocks.0.ffn.down_proj.weight").lr == pytest.approx(1 / 4)
 
 
 @every_style
@@ -181,11 +168,27 @@ def test_optimizer_without_a_base_has_two_groups() -> None:
 # ---- multipliers are folded
 
 
-def multiplied(name: str, parameter: Tensor, scale: Scale, is_centered: bool) -> Tensor:
-    """The values that a model with multipliers in `forward` has instead of `parameter`."""
-    if is_centered and name.endswith("norm.weight"):
-        return (1 + parameter) / scale.multiplier - 1
-    return parameter / scale.multiplier
+def multiply_results(module: nn.Module, factor: float) -> None:
+    """Let `module` return `factor` times what it computes."""
+
+    def multiply(_module: nn.Module, _inputs: Any, result: Tensor) -> Tensor:
+        return factor * result
+
+    module.register_forward_hook(multiply)
+
+
+def multiplying(config: ModelConfig) -> Transformer:
+    """A model that multiplies logits by 1 / 4 and the branches of its blocks by 1 / 3."""
+    model = Transformer(config)
+    multiply_results(model.head.norm, 1 / 4)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        branches: list[nn.Module] = [block.attention, block.ffn]
+        if config.norm_placement == "post":
+            branches = [block.attention_norm, block.ffn_norm]
+        for branch in branches:
+            multiply_results(branch, 1 / 3)
+    return model
 
 
 def groups_with_multipliers(model: nn.Module, eps: float) -> list[dict[str, Any]]:
@@ -212,11 +215,10 @@ def test_folded_model_learns_as_one_with_multipliers(
     hp = hyperparameters(**FROM_SMALL, **STYLES[style])
     model, optimizer = build(hp)
     transfer = Transfer.of(hp.transfer, hp.model, "adamw")
-    is_centered = hp.own_model.norm == "rmsnorm-centered"
-    reference = Transformer(hp.replace(residual_multiplier=1 / 3, logits_scaling=4.0).own_model)
+    reference = multiplying(hp.own_model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = multiplied(name, parameter, transfer.scale(name), is_centered)
+            values = parameter / transfer.scale(name).multiplier
             reference.get_parameter(name).copy_(values)
     adamw = torch.optim.AdamW(groups_with_multipliers(reference, eps), betas=(0.9, 0.999))
     for step, (loss, grad_norm) in enumerate(train(model, optimizer)):
@@ -231,7 +233,7 @@ def test_folded_model_learns_as_one_with_multipliers(
         assert loss == pytest.approx(expected_loss.item(), rel=1e-5)
         assert grad_norm == pytest.approx(expected_norm.item(), rel=1e-4)
     for name, parameter in model.named_parameters():
-        values = multiplied(name, parameter.detach(), transfer.scale(name), is_centered)
+        values = parameter.detach() / transfer.scale(name).multiplier
         torch.testing.assert_close(values, reference.get_parameter(name), atol=2e-5, rtol=1e-3)
 
 

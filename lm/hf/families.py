@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lm.model_config import ROPE_TYPES, ModelConfig
+from lm.model_config import ModelConfig
 from lm.presets import PRESETS
 from model import Transformer
 
@@ -40,24 +40,6 @@ class Family:
     biases: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     """our `bias` -> the keys in config.json that enable biases; first the default. {} = the family
     has no such keys"""
-    rope_types: tuple[str, ...] = tuple(ROPE_TYPES)
-    """the types of `rope_scaling` that the family supports"""
-    full_attention_interval: int | None = None
-    """every so many layers the last one has full attention, and the others the sliding window, if
-    config.json does not have `layer_types`; None = the family's layers are alike"""
-    no_rope_interval: int | None = None
-    """every so many layers the last one has no rotary embedding, if config.json does not have
-    `no_rope_layers`; None = all have one"""
-    sliding_theta: tuple[str, float] | None = None
-    """the key, in versions before transformers 5, of the base of the wavelengths in layers with the
-    sliding window, and its default; None = that of all layers"""
-    query_scalar: tuple[str, int] | None = None
-    """the key in config.json of the number by whose root attention scores are divided, and its
-    default; None = it is the width of a head, or `keys` has `attention_multiplier`"""
-    scales_embeddings: bool = False
-    """whether token embeddings are multiplied by the root of d_model"""
-    partial_rotary_factor: float | None = None
-    """its value if config.json does not have it; None = the family rotates complete heads"""
     dropout_keys: tuple[str, ...] = ()
     transposed: bool = False
     """whether the matrices in the layers are stored as (in, out)"""
@@ -67,8 +49,6 @@ class Family:
     """whether the end-of-text token also starts a text"""
     router_bias: str | None = None
     """the tensor of a layer's router bias, zeros without one; None = the family has none"""
-    preset_prefix: str = ""
-    """how the names of its presets start, if not with `model_type`"""
 
 
 LLAMA = Family(
@@ -101,7 +81,6 @@ LLAMA = Family(
         "norm_placement": ("pre",),
         "qk_norm": ("none",),
         "positions": ("rope",),
-        "rope_interleave": (False,),
         "ffn": ("swiglu",),
         "bias": ("none", "ffn", "attention", "all"),
     },
@@ -194,27 +173,6 @@ QWEN3 = replace(
         "attention_bias": (False,),
     },
 )
-SMOLLM3 = replace(
-    LLAMA,
-    model_type="smollm3",
-    class_name="SmolLM3ForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "d_model": 2048,
-        "n_heads": 16,
-        "n_layers": 36,
-        "vocab_size": 128256,
-        "max_seq_len": 32768,
-        "n_kv_heads": 4,
-        "tie_embeddings": True,
-        "rope_theta": 2e6,
-    },
-    required={
-        **LLAMA.required,
-        "use_sliding_window": (False,),
-    },
-    no_rope_interval=4,
-)
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
@@ -241,146 +199,6 @@ OLMO2 = replace(
     },
     biases={},
 )
-OLMO3 = replace(
-    OLMO2,
-    model_type="olmo3",
-    class_name="Olmo3ForCausalLM",
-    keys={
-        **OLMO2.keys,
-        "sliding_window": "sliding_window",
-    },
-    defaults={
-        **OLMO2.defaults,
-        "sliding_window": 4096,
-        "rope_theta": 500000.0,
-    },
-    full_attention_interval=4,
-)
-_MULTIPLIERS = (
-    "embedding_multiplier",
-    "attention_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
-GRANITE = replace(
-    LLAMA,
-    model_type="granite",
-    class_name="GraniteForCausalLM",
-    keys={
-        **LLAMA.keys,
-        **dict(zip(_MULTIPLIERS, _MULTIPLIERS, strict=True)),
-    },
-    defaults={
-        **LLAMA.defaults,
-        **dict.fromkeys(_MULTIPLIERS, 1.0),
-    },
-)
-GEMMA3 = replace(
-    LLAMA,
-    model_type="gemma3_text",
-    class_name="Gemma3ForCausalLM",
-    keys={
-        **LLAMA.keys,
-        "sliding_window": "sliding_window",
-    },
-    defaults={
-        **LLAMA.defaults,
-        "d_model": 2304,
-        "n_heads": 8,
-        "n_layers": 26,
-        "vocab_size": 262208,
-        "max_seq_len": 131072,
-        "n_kv_heads": 4,
-        "head_dim": 256,
-        "d_ff": 9216,
-        "tie_embeddings": True,
-        "sliding_window": 4096,
-        "rope_theta": 1e6,
-    },
-    supported={
-        **LLAMA.supported,
-        "norm": ("rmsnorm-centered",),
-        "norm_placement": ("both",),
-        "qk_norm": ("head",),
-        "ffn": ("geglu",),
-        "bias": ("none",),
-    },
-    required={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_bias": (False,),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-        "use_bidirectional_attention": (False, None),
-    },
-    modules={
-        **LLAMA.modules,
-        "blocks.attention_output_norm": "model.layers.{}.post_attention_layernorm",
-        "blocks.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-        "blocks.ffn_output_norm": "model.layers.{}.post_feedforward_layernorm",
-    },
-    biases={},
-    full_attention_interval=6,
-    sliding_theta=("rope_local_base_freq", 10000.0),
-    query_scalar=("query_pre_attn_scalar", 256),
-    scales_embeddings=True,
-    preset_prefix="gemma3",
-)
-PHI3 = replace(
-    MISTRAL,
-    model_type="phi3",
-    class_name="Phi3ForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "d_model": 3072,
-        "vocab_size": 32064,
-        "max_seq_len": 4096,
-        "d_ff": 8192,
-        "norm_eps": 1e-5,
-    },
-    modules={
-        **LLAMA.modules,
-        "blocks.attention.q_proj": "model.layers.{}.self_attn.qkv_proj",
-        "blocks.attention.k_proj": "model.layers.{}.self_attn.qkv_proj",
-        "blocks.attention.v_proj": "model.layers.{}.self_attn.qkv_proj",
-        "blocks.ffn.gate_proj": "model.layers.{}.mlp.gate_up_proj",
-        "blocks.ffn.up_proj": "model.layers.{}.mlp.gate_up_proj",
-    },
-    rope_types=(),  # what it calls yarn is longrope
-    preset_prefix="phi",
-)
-GLM4 = replace(
-    LLAMA,
-    model_type="glm4",
-    class_name="Glm4ForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "n_layers": 40,
-        "vocab_size": 151552,
-        "max_seq_len": 131072,
-        "n_kv_heads": 2,
-        "head_dim": 128,
-        "d_ff": 13696,
-        "norm_eps": 1.5625e-7,
-    },
-    supported={
-        **LLAMA.supported,
-        "norm_placement": ("both",),
-        "rope_interleave": (True,),
-        "bias": ("qkv", "none"),
-    },
-    modules={
-        **LLAMA.modules,
-        "blocks.attention_output_norm": "model.layers.{}.post_self_attn_layernorm",
-        "blocks.ffn_output_norm": "model.layers.{}.post_mlp_layernorm",
-        "blocks.ffn.gate_proj": "model.layers.{}.mlp.gate_up_proj",
-        "blocks.ffn.up_proj": "model.layers.{}.mlp.gate_up_proj",
-    },
-    partial_rotary_factor=0.5,
-    biases={
-        "qkv": {"attention_bias": True},
-        "none": {"attention_bias": False},
-    },
-)
 GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
@@ -403,7 +221,6 @@ GPT2 = Family(
         "norm_placement": ("pre",),
         "qk_norm": ("none",),
         "positions": ("learned",),
-        "rope_interleave": (False,),
         "ffn": ("gelu",),
         "bias": ("all",),
     },
@@ -468,7 +285,6 @@ QWEN3_MOE = replace(
     supported={**QWEN3.supported, **_WITHOUT_ROUTER_BIAS},
     required={**QWEN3.required, "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
     modules={**QWEN3.modules, **_MIXTURE_MODULES},
-    preset_prefix="qwen3",
 )
 MINIMAX_M2 = replace(
     OLMOE,
@@ -497,23 +313,7 @@ MINIMAX_M2 = replace(
 )
 MIXTURES = {family.model_type: family for family in (OLMOE, QWEN3_MOE, MINIMAX_M2)}
 """Families that are only written: transformers computes what is read."""
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        SMOLLM3,
-        OLMO2,
-        OLMO3,
-        GRANITE,
-        GEMMA3,
-        PHI3,
-        GLM4,
-        GPT2,
-    )
-}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2)}
 
 
 class Place(NamedTuple):

@@ -194,16 +194,12 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """
     if isinstance(hp.model, TransformersConfig):
         return _take_step_of_transformers(hp.model, hp, ranks)
-    n_kinds = 1
-    if hp.own_model.layer_pattern is not None:
-        n_kinds = len(hp.own_model.layer_pattern)
-    few = 5 + (hp.own_model.n_layers - 5) % n_kinds  # as many blocks of each kind at the ends
-    more = few + n_kinds
-    if hp.own_model.n_layers <= more:
+    few = 5
+    if hp.own_model.n_layers <= few + 1:
         return take_step(hp, ranks)
     of_few = take_step(hp.replace(n_layers=few), ranks)
-    of_more = take_step(hp.replace(n_layers=more), ranks)
-    times = (hp.own_model.n_layers - few) // n_kinds
+    of_more = take_step(hp.replace(n_layers=few + 1), ranks)
+    times = hp.own_model.n_layers - few
     peaks: dict[str, Memory] = {}
     for phase, memory in of_few.items():
         peak = dict(memory)
@@ -275,9 +271,6 @@ def _without_masks(hp: Hyperparameters, ranks: Ranks) -> Hyperparameters:
     changes: dict[str, Any] = {"compile": False, "float8": None}
     if ranks.on_gpu and isinstance(hp.model, ModelConfig):
         changes |= {"dropout": 0.0, "sliding_window": None}
-        if hp.model.layer_pattern is not None:
-            kinds = [k.model_copy(update={"sliding_window": None}) for k in hp.model.layer_pattern]
-            changes["layer_pattern"] = tuple(kinds)
     return hp.replace(**changes)
 
 

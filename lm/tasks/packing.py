@@ -344,8 +344,7 @@ def make_inputs(
     )
     if not isinstance(config, ModelConfig):
         return inputs
-    windows = [kind.sliding_window for kind in config.attention_kinds]
-    is_windowed = any(window is not None and window < length for window in windows)
+    is_windowed = config.sliding_window is not None and config.sliding_window < length
     # With a mask, windows need no FlexAttention, which is slow if it is not compiled.
     if branches.max() > 1 or is_windowed:
         mask = _mask(to_device(branches))

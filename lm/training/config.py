@@ -174,8 +174,7 @@ def _unneeded_flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
                     flops += 2 * config.lora_rank * inner
         needs_gradient = needs_gradient or not targets.isdisjoint(stage)
         if stage == _STAGES[0] and not needs_gradient:
-            window = model.attention_kinds[0].sliding_window
-            flops += model.attention_flops_of_layer(window, model.max_seq_len) * 2 / 3
+            flops += model.attention_flops_of_layer(model.max_seq_len) * 2 / 3
     return flops
 
 

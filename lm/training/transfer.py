@@ -60,7 +60,6 @@ class Scale(NamedTuple):
 _BRANCH_OUTPUTS = {
     "pre": ("o_proj", "down_proj"),
     "post": ("attention_norm", "ffn_norm"),
-    "both": ("attention_output_norm", "ffn_output_norm"),
 }
 """`norm_placement` -> the modules whose results are added to the residual stream"""
 
@@ -73,7 +72,7 @@ class Transfer:
     """m, of d_model to base_width; d_ff and the number of heads grow in proportion"""
     depth_ratio: float = 1.0
     """l, of n_layers to base_depth"""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: Literal["pre", "post"] = "pre"
     tie_embeddings: bool = False
     uses_muon: bool = False
 
@@ -126,10 +125,7 @@ class Transfer:
     def init_rule(self, model: Transformer, name: str) -> InitRule:
         """Return how to initialize the parameter `name`: as at the base size, and scaled."""
         rule = model.init_rule(name, self.width_ratio, self.depth_ratio)
-        init = self.scale(name).init
-        if name.endswith("norm.weight") and model.config.norm == "rmsnorm-centered":
-            return rule._replace(value=init * (1 + rule.value) - 1)  # it multiplies by 1 + weight
-        return rule._replace(value=init * rule.value)
+        return rule._replace(value=self.scale(name).init * rule.value)
 
 
 UNSCALED = Transfer()
