@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mxfp4": GPT_OSS,
     "fp8 of a family of ours": QWEN3,
     "fp8 of experts": DEEPSEEK_V3 | {"moe_intermediate_size": BLOCK},
+    "fp8 with exponents as scales": QWEN3,
     "fp8 in a wrapper": MISTRAL3,
 }
 
@@ -64,6 +65,8 @@ def save_quantized(kind: str, directory: Path) -> None:
     else:
         describe_fp8(directory)
         change_tensors(directory, quantize_in_blocks)
+    if "exponents" in kind:
+        change_tensors(directory, keep_exponents)
 
 
 def describe_fp8(directory: Path, **changes: Any) -> None:
@@ -112,6 +115,12 @@ def quantize_in_blocks(name: str, tensor: Tensor) -> dict[str, Tensor]:
     scales = torch.rand(n_blocks) + 0.5
     values = (8 * tensor.float()).to(torch.float8_e4m3fn)
     return {name: values, f"{name}_scale_inv": scales}
+
+
+def keep_exponents(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if name.endswith("_scale_inv"):
+        tensor = tensor.to(torch.float8_e8m0fnu)
+    return {name: tensor}
 
 
 def quantize_as_a_whole(name: str, tensor: Tensor) -> dict[str, Tensor]:

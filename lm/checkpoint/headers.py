@@ -40,6 +40,7 @@ DTYPES = {
     "BOOL": StoredDtype("bool", 1),
     "F8_E4M3": StoredDtype("float8_e4m3fn", 1),
     "F8_E5M2": StoredDtype("float8_e5m2", 1),
+    "F8_E8M0": StoredDtype("float8_e8m0fnu", 1),
 }
 """by safetensors' code"""
 

@@ -29,6 +29,8 @@ _GROUP = 32
 """values that share an exponent"""
 _BIAS = 127
 """of the exponents"""
+_SCALES = "_scale_inv"
+"""what the name of the scales of FP8 ends with"""
 
 
 @dataclass(frozen=True)
@@ -185,16 +187,21 @@ def find_tensors(
     tensors = {name: Stored(found) for name, found in slices.items()}
     if quantization is None:
         return tensors
-    for name, found in slices.items():
-        if quantization["quant_method"] == MXFP4 and name.endswith("_blocks"):
+    method = quantization["quant_method"]
+    for name, stored in list(tensors.items()):
+        if method == MXFP4 and name.endswith("_blocks"):
             place = name.removesuffix("_blocks")
             scales = tensors.pop(f"{place}_scales", None)
             tensors[place] = _open_mxfp4(name, tensors.pop(name), scales)
-        elif quantization["quant_method"] == FP8 and found[0].dtype.name.startswith("float8"):
-            scales = tensors.pop(f"{name}_scale_inv", None)
+        elif method == FP8 and _is_fp8(stored) and not name.endswith(_SCALES):
+            scales = tensors.pop(name + _SCALES, None)
             tensors.pop(f"{name.removesuffix('weight')}activation_scale", None)
-            tensors[name] = _open_fp8(name, tensors[name], scales, quantization)
+            tensors[name] = _open_fp8(name, stored, scales, quantization)
     return tensors
+
+
+def _is_fp8(stored: Stored) -> bool:
+    return stored.slices[0].dtype.name.startswith("float8")
 
 
 def _open_mxfp4(name: str, blocks: Stored, scales: Stored | None) -> Mxfp4:
