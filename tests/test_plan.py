@@ -206,12 +206,12 @@ def test_offloading_moves_bytes_to_host_memory() -> None:
 
 
 def test_largest_batch_size_fits_and_one_more_does_not() -> None:
-    hp = Hyperparameters.from_flat(CODELLAMA)
-    largest = fit.find_largest_batch_size(hp, on_gpus(gib=24))
+    hp = Hyperparameters.from_flat(CODELLAMA | {"n_layers": 3})
+    ranks = on_gpus(gib=8)
+    largest = fit.find_largest_batch_size(hp, ranks)
     assert largest > 1
-    assert fit.measure(hp.replace(batch_size=largest), on_gpus(gib=24)).fits
-    more = hp.replace(batch_size=largest + 1)
-    assert not fit.measure(more, on_gpus(gib=24)).fits
+    assert fit.measure(hp.replace(batch_size=largest), ranks).fits
+    assert not fit.measure(hp.replace(batch_size=largest + 1), ranks).fits
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_plan_command_refuses_wrong_arguments(
     assert re.match(part, problem)
 
 
-SMALL = ["--config", str(REPOSITORY / "config.yaml"), "max_seq_len=256"]
+SMALL = ["--config", str(REPOSITORY / "config.yaml"), "max_seq_len=256", "n_layers=2"]
 
 
 def test_plan_rounds_the_batch_up_for_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
