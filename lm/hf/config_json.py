@@ -165,25 +165,31 @@ class _ConfigReader:
             self.problems.append(f"partial_rotary_factor: {problem}")
 
         rope_type = given.get("rope_type", given.get("type", "default"))
-        if rope_type == "default":
-            return rope
         known = ["default", *ROPE_TYPES]
         if rope_type not in known:
             types = " or ".join(map(repr, known))
             problem = f"rope_type {rope_type!r} is not supported, only {types}"
             self.problems.append(f"{source}: {problem}")
-            return rope
+        elif rope_type != "default":
+            scaling = self._read_scaling(rope_type, given, values["max_seq_len"])
+            rope["rope_scaling"] = scaling | {"rope_type": rope_type}
+        return rope
+
+    def _read_scaling(
+        self, rope_type: str, given: Mapping[str, Any], max_seq_len: Any
+    ) -> dict[str, Any]:
+        """Return what `rope_scaling` has besides its type, of the `given` rotary parameters."""
         scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
         key = "original_max_position_embeddings"
-        if key in ROPE_TYPES[rope_type]:
-            scaling.setdefault(key, values["max_seq_len"])
-            outer = raw.get(key)
-            if rope_type == "dynamic":  # it does not read the key
-                scaling[key] = values["max_seq_len"]
-            elif outer is not None:  # which transformers 5 prefers
-                scaling[key] = outer
-        rope["rope_scaling"] = scaling | {"rope_type": rope_type}
-        return rope
+        if key not in ROPE_TYPES[rope_type]:
+            return scaling
+        scaling.setdefault(key, max_seq_len)
+        outer = self.raw.get(key)
+        if rope_type == "dynamic":  # it does not read the key
+            scaling[key] = max_seq_len
+        elif outer is not None:  # which transformers 5 prefers
+            scaling[key] = outer
+        return scaling
 
 
 def _translate_errors(family: Family, error: ValidationError) -> list[str]:
