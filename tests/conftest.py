@@ -36,6 +36,21 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
+def _shared_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def shared_cache(
+    cache: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    _shared_cache_directory: Path,
+) -> None:
+    """One cache for all tests that patch nothing cached: a class is examined once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(_shared_cache_directory))
+
+
+@pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """Address of a server that imitates S3."""
     pytest.importorskip("moto.server", reason="needs moto[s3]")

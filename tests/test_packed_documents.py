@@ -20,6 +20,8 @@ from model import IGNORE_INDEX
 from tests.support.hf import VOCABULARY, read_with_model_defaults, save_model
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 DOCUMENTS = (37, 51, 40, 70, 2, 56)
 """tokens"""
 KINDS = {

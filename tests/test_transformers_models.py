@@ -40,10 +40,13 @@ from tests.support.parallelism import train_each
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT reads it
-    "ignore:Setting `save_embedding_layers`",
-)
+pytestmark = [
+    pytest.mark.usefixtures("shared_cache"),
+    pytest.mark.filterwarnings(
+        "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT reads it
+        "ignore:Setting `save_embedding_layers`",
+    ),
+]
 
 WIDE = {"intermediate_size": 128}
 """of which all linear layers have a multiple of 64 inputs"""
@@ -82,17 +85,6 @@ def save_wrapper(folder: Path) -> None:
     model.bfloat16().save_pretrained(folder)
     add_tokenizer(folder, 290)
     (folder / "preprocessor_config.json").write_text('{"size": 32}')
-
-
-@pytest.fixture(scope="module")
-def examinations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of all tests here: a class is examined once."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, examinations: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(examinations))
 
 
 @pytest.fixture(scope="module")
