@@ -14,14 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+from lm.checkpoint.__main__ import main as checkpoint_command
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.hf.__main__ import main as hf_command
+from lm.hf.base import load_trained_model
 from lm.hf.conversion import open_conversion
+from lm.hf.export import export_model
 from lm.hf.export_directory import export_directory
 from tests.support.hf import LLAMA
 from tests.support.ranks import run_ranks
-from tests.support.runs import read_reports, run_fsdp
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.test_conversion import (
     DEEPSEEK_V3,
     MISTRAL3,
@@ -240,7 +243,20 @@ def test_a_run_on_a_quantized_folder_is_one_on_its_weights(
         assert ("dequantized" in done.stdout) is (base == source)
         reports = read_reports(folder)
         losses.append([report["loss"] for report in reports.values()])
+        checkpoint = checkpoints_by_step(folder)[3]
+        assert checkpoint_command(["verify", str(checkpoint)]) == 0
+        load_trained_model(checkpoint, torch.device("cpu"))
+        export_model(checkpoint, tmp_path / f"{base.name} trained", "float32")
+        export_model(checkpoint, tmp_path / f"{base.name} adapter", adapters_only=True)
     assert losses[0] == losses[1]
+    for kind in ("trained", "adapter"):
+        exported = load_all(tmp_path / f"{source.name} {kind}")
+        assert exported.keys() == load_all(tmp_path / f"{dense.name} {kind}").keys()
+        for name, tensor in load_all(tmp_path / f"{dense.name} {kind}").items():
+            assert exported[name].equal(tensor), name
+    resumed = run | {"init_from": str(source), "max_steps": 4}
+    done = run_fsdp(tmp_path / "of source", ranks=2, config=resumed, code=0)
+    assert "resumed" in done.stdout
 
 
 DAMAGES: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], str]] = {

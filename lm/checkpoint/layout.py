@@ -90,7 +90,7 @@ def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
     problem = f"{where}/{MANIFEST}: damaged: a model of {config.n_parameters:,} parameters"
     if manifest.base is not None:
         found = sum(entry.bytes for entry in manifest.base.files.values())
-        needed = 2 * config.n_parameters  # bfloat16 or more
+        needed = config.n_parameters // 2  # 4 bits or more, as in MXFP4
         if found < needed:
             needs = f"of which adapters need {needed:,} bytes"
             raise CheckpointError(f"{problem}, {needs}; the files of their base have {found:,}")
