@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -317,8 +318,12 @@ class ModelConfig(Config, frozen=True):
             problem = f"{values['model']} is no preset any more, as transformers computes it"
             raise ValueError(f"model: {problem}; {USE_INIT_FROM}, and remove model")
         if values["model"] not in PRESETS:
-            available = ", ".join(PRESETS)
-            raise ValueError(f"model: unknown preset {values['model']!r}; available: {available}")
+            choices = f"available: {', '.join(PRESETS)}"
+            nearest = difflib.get_close_matches(values["model"], PRESETS)
+            if nearest:
+                names = ", ".join(nearest)
+                choices = f"the nearest are {names}; python -m lm.config --presets lists all"
+            raise ValueError(f"model: unknown preset {values['model']!r}; {choices}")
         return PRESETS[values["model"]] | values
 
     @field_validator("vocab_size", mode="before", json_schema_input_type=VocabSize | None)

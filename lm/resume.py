@@ -101,9 +101,11 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
         return store.locate(where)
     named = parse_location(where)
     is_path = isinstance(named, DirectoryLocation)
-    if key == "resume" and is_path and not named.path.exists():
+    if is_path and not named.path.exists():
         choices = "auto (its newest), fresh (step 0), or the directory or URL of a checkpoint"
-        raise ConfigError(f"resume: {where}: no such file or directory; use {choices}")
+        if key == "init_from":
+            choices = "OWNER/MODEL on the Hugging Face Hub, or the directory of a model or a run"
+        raise ConfigError(f"{key}: {named.path.absolute()}: no such directory; use {choices}")
     with error_prefix(key):
         return locate_checkpoint(where)
 

@@ -67,7 +67,7 @@ INVALID: list[tuple[str, list[Any], str]] = [
     ("train_data", ["{a: 0, b: 1}", "{a: {b: 1}}"], "a number > 0"),
     ("train_data", ['"a\\0b"'], "a string or a mapping or null"),
     ("model", ["[gpt2]", 5], "a string or null"),
-    ("model", ["gpt3"], "gpt2, gpt2-medium, "),
+    ("model", ["gpt3"], "the nearest are gpt2"),
     ("prompt", [5], "put it in quotes"),
     ("prompt", ["''"], "a string or null"),
     ("warmup_steps", [2.5], "an integer nor a fraction below 1"),

