@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,41 @@ def test_search_without_pytorch_finds_its_best_trial(tmp_path: Path) -> None:
     assert "trial-1 trains to step 1" in done.stdout
     assert "trial-2 dropped" in done.stdout
     assert "torch" not in imported
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+"""
+"""A sitecustomize.py that presses Ctrl-C when PyTorch is imported."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [FSDP, "--config", QUICKSTART],
+        ["-m", "lm.generate", "runs/x"],
+        ["-m", "lm.evaluate", "runs/x"],
+        ["-m", "lm.plan", "--config", QUICKSTART],
+        ["-m", "lm.hf", "export", "runs/x", "out"],
+    ],
+    ids=" ".join,
+)
+def test_ctrl_c_during_imports_prints_no_traceback(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == ""

@@ -83,7 +83,12 @@ def print_exception(error: Exception) -> int:
 def excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Replace `sys.excepthook`: exit as `print_exception` says if an import failed."""
+    """Replace `sys.excepthook`: exit as `print_exception` says if an import failed.
+
+    Nothing is printed after Ctrl-C during the imports, by which Python then ends.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return
     if isinstance(error, ImportError):
         sys.exit(print_exception(error))
     sys.__excepthook__(kind, error, trace)
