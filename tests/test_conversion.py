@@ -11,97 +11,29 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from safetensors.torch import save_file
+from torch import Tensor
 
 from lm.errors import ConfigError, RunError
-from lm.hf.conversion import Conversion, open_conversion
+from lm.hf.conversion import open_conversion
 from lm.hf.export_directory import export_directory
-from lm.runtime.world import World
-from lm.training.parallelize import MeshShape
-from lm.transformers_model import build_network
 from tests.support.hf import LLAMA
 from tests.support.ranks import run_ranks
+from tests.support.saved_models import (
+    DEEPSEEK_V3,
+    GEMMA3,
+    GEMMA3_TEXT,
+    HRM,
+    MISTRAL3,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    get_from,
+    load_all,
+    make_model,
+    read_network,
+    read_on_ranks,
+)
 
-QWEN3_MOE = LLAMA | {
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-}
-HRM = LLAMA | {"model_type": "hrm_text", "num_key_value_heads": 4, "head_dim": 8}
-DEEPSEEK_V3 = LLAMA | {
-    "model_type": "deepseek_v3",
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "image_size": 16,
-    "patch_size": 8,
-}
-GEMMA3_TEXT = LLAMA | {
-    "model_type": "gemma3_text",
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": None,
-}
-GEMMA3 = {
-    "model_type": "gemma3",
-    "text_config": GEMMA3_TEXT,
-    "vision_config": VISION | {"model_type": "siglip_vision_model"},
-    "mm_tokens_per_image": 4,
-}
-QWEN3_5_MOE = {
-    "model_type": "qwen3_5_moe",
-    "text_config": QWEN3_MOE
-    | {
-        "model_type": "qwen3_5_moe_text",
-        "layer_types": ["linear_attention", "full_attention"],
-        "shared_expert_intermediate_size": 12,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "vision_config": {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "num_position_embeddings": 16,
-    },
-}
-MINISTRAL3 = LLAMA | {
-    "model_type": "ministral3",
-    "tie_word_embeddings": False,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-MISTRAL3 = {
-    "model_type": "mistral3",
-    "tie_word_embeddings": True,  # which decides, not the text model's
-    "text_config": MINISTRAL3,
-    "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
-}
 CAUSAL = {"llama": LLAMA, "experts": QWEN3_MOE, "fused": HRM, "latent": DEEPSEEK_V3}
 WRAPPERS = {"gemma3": GEMMA3, "qwen3.5 experts": QWEN3_5_MOE, "mistral3, tied": MISTRAL3}
 KINDS = CAUSAL | WRAPPERS
@@ -115,22 +47,6 @@ DENSE = {
     "smollm3": GROUPED | {"model_type": "smollm3", "no_rope_layers": [1, 0]},
 }
 """Dense models with options that model.py does not have."""
-
-
-def make_model(raw: Mapping[str, Any]) -> Any:
-    """A model of a config, with random weights that all differ."""
-    fields = dict(raw)
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    kind = transformers.AutoModelForCausalLM
-    if "vision_config" in raw:
-        kind = transformers.AutoModelForImageTextToText
-    torch.manual_seed(0)
-    model = kind.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(0.1 * torch.randn(tensor.shape))
-    return model.eval()
 
 
 def save_model(raw: Mapping[str, Any], directory: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -150,20 +66,6 @@ def text_logits(model: Any) -> Tensor:
         return model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
 
 
-def read_network(conversion: Conversion) -> Any:
-    """The network of `conversion`, in which what is not read is NaN."""
-    network = build_network(conversion.text_config, on_meta=False).eval()
-    with torch.no_grad():
-        for tensor in network.state_dict().values():
-            tensor.fill_(torch.nan)
-    conversion.read(network)
-    return network
-
-
-def get_from(network: nn.Module) -> Callable[[str], Tensor]:
-    return network.state_dict().__getitem__
-
-
 def contents(directory: Path) -> dict[str, bytes]:
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
@@ -177,24 +79,6 @@ def test_read_equals_transformers_and_export_equals_the_source(kind: str, tmp_pa
     torch.testing.assert_close(text_logits(network), text_logits(model), rtol=0, atol=0)
     export_directory(conversion, get_from(network), tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "source")
-
-
-def read_on_ranks(world: World, directory: Path) -> dict[str, tuple[list[int], bool]]:
-    """The local shape of each tensor, and whether it equals what one process reads."""
-    conversion = open_conversion(directory)
-    sharded = build_network(conversion.text_config)
-    fully_shard(sharded, mesh=world.device_mesh(MeshShape(1, world.size)))
-    sharded.to_empty(device="cpu")
-    conversion.read(sharded)
-    complete = read_network(conversion).state_dict()
-    found: dict[str, tuple[list[int], bool]] = {}
-    for name, tensor in sharded.state_dict().items():
-        local = tensor
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local()
-            tensor = tensor.full_tensor()
-        found[name] = (list(local.shape), tensor.equal(complete[name]))
-    return found
 
 
 @pytest.mark.parametrize("kind", ["experts", "mistral3, tied"])
@@ -244,13 +128,6 @@ def test_trained_weights_are_written_and_other_parts_kept(kind: str, tmp_path: P
     loaded, report = loading
     assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys"))
     torch.testing.assert_close(text_logits(loaded), text_logits(network), rtol=0, atol=0)
-
-
-def load_all(directory: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in directory.glob("*.safetensors"):
-        tensors |= load_file(path)
-    return tensors
 
 
 def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:

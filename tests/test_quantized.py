@@ -25,7 +25,7 @@ from lm.hf.export_directory import export_directory
 from tests.support.hf import LLAMA
 from tests.support.ranks import run_ranks
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
-from tests.test_conversion import (
+from tests.support.saved_models import (
     DEEPSEEK_V3,
     MISTRAL3,
     get_from,
