@@ -192,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = f"{total} is not a multiple of {of}, and a run would be refused"
         lines.append(f"total_batch_size: {problem}; planned with {hp.data.total_batch_size}\n")
     lines += [*describe_run(hp, ranks), ""]
-    print("taking steps on fake tensors", file=sys.stderr)
+    if sys.stderr.isatty():
+        print("taking steps on fake tensors", file=sys.stderr)
     need = fit.measure(hp, ranks)
     largest = fit.find_largest_batch_size(hp, ranks)
     if args.json:
