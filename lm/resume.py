@@ -102,10 +102,12 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
     named = parse_location(where)
     is_path = isinstance(named, DirectoryLocation)
     if is_path and not named.path.exists():
+        shown = where
         choices = "auto (its newest), fresh (step 0), or the directory or URL of a checkpoint"
         if key == "init_from":
+            shown = str(named.path.absolute())
             choices = "OWNER/MODEL on the Hugging Face Hub, or the directory of a model or a run"
-        raise ConfigError(f"{key}: {named.path.absolute()}: no such directory; use {choices}")
+        raise ConfigError(f"{key}: {shown}: no such directory; use {choices}")
     with error_prefix(key):
         return locate_checkpoint(where)
 
