@@ -43,9 +43,9 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     """
     with error_prefix(where):
         quantization = quantization_of(raw)
-        if quantization is not None:
-            method = quantization["quant_method"]
-            raise NotRepresentedError(f"quantization_config: weights in {method}")
+    if quantization is not None:
+        method = quantization["quant_method"]
+        raise NotRepresentedError(f"{where}: quantization_config: weights in {method}")
     family = FAMILIES[raw["model_type"]]
     reader = _ConfigReader(family, raw)
     values = reader.read()

@@ -179,9 +179,8 @@ def _read_structure(directory: Path) -> Structure:
     """
     path = directory / CONFIG_FILE
     raw = read_object(path)
-    with error_prefix(str(path)):
-        is_quantized = quantization_of(raw) is not None
-        if is_quantized or not config_json.is_of_a_family(raw):
+    if not config_json.is_of_a_family(raw):
+        with error_prefix(str(path)):
             return Structure(directory, examined_config(raw), None)
     try:
         family, own_config = config_json.read_config(raw, str(path))
@@ -300,12 +299,13 @@ def load_into(model: AnyModel, source: str, world: World, log: Callable[[str], N
     started = time.monotonic()
     world.run_in_thread(find_source, source)  # which can download for long
     with world.all_or_none():
-        unused = read_directory(find_source(source), model)
+        directory = find_source(source)
+        unused = read_directory(directory, model)
     peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))
     seconds = time.monotonic() - started
     memory = f"peak memory {format_bytes(peak)} per rank"
     log(f"loaded the weights of {source} in {seconds:.1f} s, {memory}")
-    config_path = find_source(source) / CONFIG_FILE
+    config_path = directory / CONFIG_FILE
     if config_path.is_file() and quantization_of(read_object(config_path)) is not None:
         log(f"{source}: {DEQUANTIZED}")
     if unused:
