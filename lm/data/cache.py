@@ -144,16 +144,21 @@ def describe_files(files: Sequence[Path]) -> list[tuple[str, str]]:
 
 def _content_hash(path: Path) -> str:
     """Return the SHA-256 of a file; that of a large one is remembered until the file changes."""
-    status = path.stat()
-    if status.st_size < _REMEMBERED_BYTES:
-        return sha256(path.read_bytes()).hexdigest()
-    state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return remembered((path.absolute(), state), lambda: _hash_file(path))
+    if path.stat().st_size < _REMEMBERED_BYTES:
+        return _hash_file(path)
+    return remembered(("sha256", file_state(path)), lambda: _hash_file(path))
 
 
 def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
+
+
+def file_state(path: Path) -> tuple[Path, int, int, int, int, int]:
+    """Return what changes when the content of a file does."""
+    status = path.stat()
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return (path.absolute(), status.st_dev, status.st_ino, status.st_size, *times)
 
 
 def remembered(facts: object, compute: Callable[[], str]) -> str:

@@ -13,11 +13,8 @@ moves train.json last, and replacing a dataset deletes it first.
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from lm.data.cache import cache_directory
+from lm.data.cache import file_state, remembered
 from lm.data.encoder import TokenChunk
 from lm.data.signatures import check_pointer
 from lm.data.tokenizer import TOKENIZER_FILES
@@ -191,8 +188,7 @@ class TokenFile:
     def verify(self) -> None:
         """Compare the files with their checksums.
 
-        A file is read once: what was intact is remembered in the user's cache by name, size, time
-        of change and inode.
+        A file is read once: what was intact is remembered in the user's cache until it changes.
 
         Raises:
             ConfigError: a file is damaged or cannot be read.
@@ -202,32 +198,17 @@ class TokenFile:
             self._verify(self.path.with_suffix(".ends"), self.index.ends_crc32c)
 
     def _verify(self, path: Path, checksum: int) -> None:
-        try:
-            marker = _intact_marker(path, checksum)
-            is_known = os.path.exists(marker)  # noqa: PTH110 - Path.exists may raise
-            if not is_known and crc32c(path) != checksum:
+        def compare() -> str:
+            if crc32c(path) != checksum:
                 problem = f"damaged: differs from {path.stem}.json"
                 raise ConfigError(f"{path}: {problem}; {self._remedy}", rank_local=True)
+            return "intact"
+
+        try:
+            remembered(("crc32c", checksum, file_state(path)), compare)
         except OSError as error:
             problem = f"{path}: {error.strerror}; {self._remedy}"
             raise ConfigError(problem, rank_local=True) from None
-        with suppress(OSError):  # the cache is read-only
-            marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            marker.touch()
-
-
-def _intact_marker(path: Path, checksum: int) -> Path:
-    """Return the file that exists once `path`, as it is now, was found to have `checksum`."""
-    status = path.lstat()
-    facts = (
-        socket.gethostname(),
-        path.absolute(),
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ino,
-        checksum,
-    )
-    return cache_directory() / "checked" / sha256(repr(facts).encode()).hexdigest()
 
 
 class _DraftFile:
