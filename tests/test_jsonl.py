@@ -807,7 +807,7 @@ INVALID = {
     ),
     "content-number": ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: content"),
     "content-list": ('{"messages": [{"role": "user", "content": [5]}]}', "messages[0]: content"),
-    "sharegpt-role": ('{"conversations": [{"from": "cat", "value": "a"}]}', 'from is "cat"'),
+    "sharegpt-role": ('{"conversations": [{"from": "dog", "value": "a"}]}', 'from is "dog"'),
     "sharegpt-turn": ('{"conversations": [{"text": "a"}]}', "conversations[0]"),
     "sharegpt-list": ('{"conversations": {}}', "conversations is {}"),
     "ambiguous": (

@@ -205,6 +205,22 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
             ("assistant", "A"),
         ],
     ),
+    "swift-agent": (
+        {
+            "messages": [
+                {"role": "user", "content": "Q"},
+                {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'},
+                {"role": "tool_response", "content": "R"},
+                {"role": "assistant", "content": "A"},
+            ]
+        },
+        [
+            ("user", "Q"),
+            ("assistant", '[{"type": "function", "function": {"name": "f", "arguments": {}}}]'),
+            ("tool", "R"),
+            ("assistant", "A"),
+        ],
+    ),
     "llamafactory-alpaca": (
         {"instruction": "Q", "input": "", "output": "A", "system": "S", "history": []},
         WITH_SYSTEM,
@@ -246,6 +262,17 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "magicoder-evol-instruct": ({"instruction": "Q", "response": "A"}, CHAT),
     "evol-codealpaca": ({"instruction": "Q", "output": "A"}, CHAT),
     "lima": ({"conversations": ["Q0", "A0", "Q", "A"], "source": "wikihow"}, TURNS),
+    "capybara": (
+        {
+            "source": "Airoboros",
+            "conversation": [{"input": "Q0", "output": "A0"}, {"input": "Q", "output": "A"}],
+        },
+        TURNS,
+    ),
+    "moss-003-sft": (
+        {"conversation_id": 1, "conversation": [{"human": "Q", "assistant": "A"}]},
+        CHAT,
+    ),
     "openthoughts-114k": (
         {"system": "S", "conversations": chat(CHAT, "from", "value")},
         WITH_SYSTEM,
@@ -262,6 +289,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
             "license": "cc-by-4.0",
             "generator": "DeepSeek-R1",
             "version": "v1",
+            "reasoning": "on",
             "system_prompt": "S",
         },
         WITH_SYSTEM,
@@ -273,6 +301,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
             "generator": "Qwen3",
             "version": "v2",
             "category": "stem",
+            "reasoning": "off",
             "metadata": "",
             "messages": chat(),
         },
@@ -537,6 +566,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": chat(), "chat_template_kwargs": {"enable_thinking": False}},
         "chat_template_kwargs: ",
     ),
+    "definition": (
+        {"definition": "Answer the question in a word.", "inputs": "Q", "targets": "A"},
+        "definition: not read",
+    ),
+    "persona": ({"persona": "You are a pirate!", "messages": chat()}, "persona: not read"),
     "history": (
         {"instruction": "Q", "output": "A", "history": [["Q0", "A0"]]},
         "history: not read",
@@ -562,6 +596,23 @@ def test_content_in_a_message_is_refused() -> None:
             render({"messages": messages})
 
 
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_a_reply_can_be_left_out_of_the_loss(key: str) -> None:
+    messages = chat(TURNS)
+    messages[1][key] = False
+    messages[3][key] = True
+    assert render({"messages": messages})[1] == "A</s>"
+
+
+def test_roles_that_no_one_knows_are_noted() -> None:
+    renderer = RecordRenderer(TOKENIZER, "text", completion_only=True)
+    messages = chat([("developer", "S"), ("user", "Q0"), ("asistant", "A0"), *CHAT])
+    list(renderer.render_lines([JsonLine("file:1", {"messages": messages}, 0)]))
+    ((what, count),) = renderer.notes.others.items()
+    assert '"asistant"' in what
+    assert count == 1
+
+
 def test_keys_that_are_not_read_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     records = [
@@ -577,7 +628,7 @@ def test_keys_that_are_not_read_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_a_template_reads_of_messages_is_kept() -> None:
-    template = "{% for m in messages %}{{ m.country }}{{ 1 if m.role == 'Chatbot' else 2 }}"
+    template = "{% for m in messages %}{{ m.country }}{{ 1 if m.role == 'Chatbot' else 'gpt' }}"
     config = json.dumps({"chat_template": template + "{% endfor %}"}).encode()
     files = {TOKENIZER_JSON: llama_tokenizer(), "tokenizer_config.json": config}
     reader = RecordRenderer(FileTokenizer(files, "small"), "text", completion_only=False).layouts
@@ -586,6 +637,9 @@ def test_what_a_template_reads_of_messages_is_kept() -> None:
     read = reader.read({"messages": [user, reply]})
     assert read is not None
     assert read["messages"] == [{"role": "user", "content": "Q", "country": "Peru"}, reply]
+    read = reader.read({"conversations": sharegpt()})
+    assert read is not None
+    assert [message["role"] for message in read["messages"]] == ["user", "gpt"]
 
 
 @pytest.mark.parametrize(

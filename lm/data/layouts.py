@@ -18,7 +18,7 @@ from typing import Any
 
 from lm.data.chat_template import REASONING_KEYS
 from lm.data.json_lines import get_text, load_json
-from lm.errors import ConfigError, error_prefix
+from lm.errors import ConfigError, error_prefix, limit_problems
 
 _CHATS = ("messages", "conversations", "conversation")
 _QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "inputs")
@@ -33,12 +33,16 @@ _DEFAULT_TEXT_FIELD = "text"
 _ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "chatbot"), "assistant"),
-    **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "tool"), "tool"),
     "system": "system",
-    "function_call": "function_call",
+    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
 }
 _SPEAKERS = ("user", "assistant")
+_EXCHANGES = (("input", "output"), ("human", "assistant"))
+"""keys of a question with its reply, of which a chat can be a list"""
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING_KEYS}
+_LEARNED = ("train", "training", "loss")
+"""false in messages that are not learned"""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 _PREFERENCES = (
@@ -71,6 +75,7 @@ _CONTENT_KEY = re.compile(
     re.IGNORECASE,
 )
 """ends keys whose strings are content"""
+_SENTENCE = re.compile(r"\S+\s+\S+\s+\S.*[.!?]")
 _MAX_LABEL_LENGTH = 200
 """characters of the strings of a value that is not content"""
 
@@ -107,8 +112,8 @@ class ReadingNotes:
         if self.unread:
             counts = ", ".join(f"{key} of {n}" for key, n in self.unread.most_common())
             notes.append(f"not read: {counts} records")
-        notes += [f"{n} {what}" for what, n in self.others.items()]
-        return notes
+        others = [f"{n} {what}" for what, n in self.others.items()]
+        return notes + limit_problems(others)
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ class LayoutReader:
         """Return the messages of a record, or its prompt and completion."""
         *questions, reply = keys
         if not questions:
-            turns = values[reply]
+            turns = _split_exchanges(values[reply])
             if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
                 turns = [_message(_SPEAKERS[i % 2], text) for i, text in enumerate(turns)]
             return {"messages": self._read_turns(turns, reply)}
@@ -245,10 +250,10 @@ class LayoutReader:
         message = {key: value for key, value in turn.items() if value is not None}
         if "role" not in message:
             message["role"] = message.pop("from", None)
-        message["role"] = self._rename(message["role"])
-        if "role" not in turn and message["role"] not in _ROLES.values():
-            problem = f"{place}: from is {json.dumps(turn['from'])[:60]}"
-            raise ConfigError(f"{problem}, not one of {', '.join(_ROLES)}")
+        message["role"] = self._rename(message["role"], place, is_from="role" not in turn)
+        for key in _LEARNED:
+            if isinstance(message.get(key), bool) and not message.pop(key):
+                message["weight"] = 0
         if "content" not in message and "value" in message:
             message["content"] = message.pop("value")
         if "tool_calls" in message:
@@ -266,12 +271,20 @@ class LayoutReader:
                 unread.add(key)
         return message
 
-    def _rename(self, role: Any) -> Any:
+    def _rename(self, role: Any, place: str, *, is_from: bool) -> Any:
         """Return the usual name of a role, unless the template has it under its own."""
-        usual = _ROLES.get(str(role).lower().replace("-", "_"), role)
-        if usual != role and self._is_in_template(f"['\"]{re.escape(str(role))}['\"]"):
+        usual = _usual_role(role)
+        if usual == role or self._is_in_template(f"['\"]{re.escape(str(role))}['\"]"):
             return role
-        return usual
+        if usual is not None:
+            return usual
+        shown = json.dumps(role)[:60]
+        if is_from:
+            raise ConfigError(f"{place}: from is {shown}, not one of {', '.join(_ROLES)}")
+        if role != "developer":
+            what = f"messages of role {shown}, which the chat template does not name"
+            self.notes.others[what] += 1
+        return role
 
     def _is_in_template(self, pattern: str) -> bool:
         return re.search(pattern, self.template or "") is not None
@@ -371,8 +384,11 @@ def _split_dialogs(chosen: Any, rejected: Any) -> list[dict[str, Any]] | None:
 
 
 def _starts_reply(message: Mapping[str, Any]) -> bool:
-    role = message.get("role", message.get("from"))
-    return _ROLES.get(str(role).lower()) in ("assistant", "function_call")
+    return _usual_role(message.get("role", message.get("from"))) in ("assistant", "function_call")
+
+
+def _usual_role(role: Any) -> str | None:
+    return _ROLES.get(str(role).lower().replace("-", "_"))
 
 
 def _check_reply(converted: Mapping[str, Any]) -> None:
@@ -391,6 +407,16 @@ def _check_reply(converted: Mapping[str, Any]) -> None:
 
 def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def _split_exchanges(turns: Any) -> Any:
+    """Return the texts of a list of questions with replies in turn, and other turns unchanged."""
+    for keys in _EXCHANGES:
+        if isinstance(turns, list) and all(
+            isinstance(turn, dict) and turn.keys() == set(keys) for turn in turns
+        ):
+            return [turn[key] for turn in turns for key in keys]
+    return turns
 
 
 def _add_placed(converted: dict[str, Any], values: Mapping[str, Any]) -> set[str]:
@@ -460,11 +486,12 @@ def _is_content(key: str, value: Any) -> bool:
     strings = _strings(value)
     if _CONTENT_KEY.search(key):
         return bool(strings)
-    return "\n" in "".join(strings) or sum(map(len, strings)) > _MAX_LABEL_LENGTH
+    is_long = "\n" in "".join(strings) or sum(map(len, strings)) > _MAX_LABEL_LENGTH
+    return is_long or any(map(_SENTENCE.fullmatch, strings))
 
 
 def _strings(value: Any) -> set[str]:
-    """Return the strings in a value, without roles."""
+    """Return the strings in a value, without roles and switches."""
     strings: set[str] = set()
     stack = [value]
     while stack:
@@ -475,4 +502,4 @@ def _strings(value: Any) -> set[str]:
             stack += each.values()
         elif isinstance(each, list):
             stack += each
-    return strings - _ROLES.keys() - {""}
+    return strings - _ROLES.keys() - {"", "on", "off"}
