@@ -76,14 +76,17 @@ TRAINING: dict[str, Any] = {
 
 def save_wrapper(folder: Path) -> None:
     """Save a Qwen3.5 with vision: a text model in a wrapper, with linear attention."""
-    text = complete_values("qwen3_5")
+    text = complete_values("qwen3_5") | {"eos_token_id": [0, 7]}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
     vision |= {"out_hidden_size": 64}
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
     model = transformers.Qwen3_5ForConditionalGeneration(config)
     randomize(model)
     model.bfloat16().save_pretrained(folder)
-    add_tokenizer(folder, 290)
+    tokenizer = add_tokenizer(folder, 290)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"size": 32}')
 
 
@@ -164,7 +167,10 @@ def write_chats(path: Path) -> str:
 def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
+    template = tmp_path / "trained.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}<stop>")
     chats = {"dataset": "jsonl", "train_data": write_chats(tmp_path / "chats.jsonl")}
+    chats |= {"chat_template": str(template)}
     run = settings(models[name], max_steps=6, validation_rate=3, checkpoint_rate=3, **chats)
     done = run_fsdp(tmp_path / "at once", ranks=2, config=run, code=0)
     assert "packing: false" not in done.stderr
@@ -186,6 +192,10 @@ def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     config = "preprocessor_config.json"
     assert (out / config).read_bytes() == (models[name] / config).read_bytes()
     check_16_bits(tmp_path / "resumed" / "runs" / "test", out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.chat_template == template.read_text()
+    stops = [0, 7, tokenizer.convert_tokens_to_ids("<stop>")]
+    assert after.config.text_config.eos_token_id == after.generation_config.eos_token_id == stops
 
 
 def check_16_bits(run: Path, exported: Path) -> None:

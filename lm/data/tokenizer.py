@@ -351,7 +351,7 @@ class FileTokenizer:
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end a generated text: end of text, and those of generation_config.json."""
-        generation_eos = _as_list(self._generation.get("eos_token_id"))
+        generation_eos = as_list(self._generation.get("eos_token_id"))
         if not all(type(each) is int for each in generation_eos):
             shown = json.dumps(self._generation["eos_token_id"])[:60]
             problem = f"{GENERATION_CONFIG}: eos_token_id is {shown}"
@@ -847,9 +847,11 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
         model = _find_base(directory)
         if (model / GENERATION_CONFIG).is_file():
             files[GENERATION_CONFIG] = _read_inside(model, GENERATION_CONFIG)
-    stops = _read_settings(model / MODEL_CONFIG).get("eos_token_id")
-    if stops is not None:
-        files[GENERATION_CONFIG] = _add_stops(files.get(GENERATION_CONFIG, b"{}"), stops)
+    config = _read_settings(model / MODEL_CONFIG)
+    for part in (config, config.get("text_config")):  # of a text model in a wrapper
+        if isinstance(part, dict) and part.get("eos_token_id") is not None:
+            content = files.get(GENERATION_CONFIG, b"{}")
+            files[GENERATION_CONFIG] = _add_stops(content, part["eos_token_id"])
     return files
 
 
@@ -861,8 +863,8 @@ def _add_stops(content: bytes, stops: Any) -> bytes:
         return content  # who reads it says why
     if not isinstance(generation, dict):
         return content
-    known = _as_list(generation.get("eos_token_id"))
-    added = [stop for stop in _as_list(stops) if stop not in known]
+    known = as_list(generation.get("eos_token_id"))
+    added = [stop for stop in as_list(stops) if stop not in known]
     if not added:
         return content
     merged = known + added
@@ -871,7 +873,8 @@ def _add_stops(content: bytes, stops: Any) -> bytes:
     return json.dumps(generation | {"eos_token_id": merged}, indent=2).encode()
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return the ids of an `eos_token_id`, which is one, a list of them, or None."""
     if value is None:
         return []
     if isinstance(value, list):

@@ -32,12 +32,16 @@ from lm.checkpoint.tensor_files import (
     write_tensors,
 )
 from lm.data.tokenizer import (
+    CHAT_TEMPLATE,
     END_OF_TEXT,
     GENERATION_CONFIG,
+    TOKENIZER_FILES,
     TOKENIZER_JSON,
     ByteTokenizer,
     Tokenizer,
+    as_list,
     load_saved_tokenizer,
+    read_tokenizer_files,
 )
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import config_json, families, weights
@@ -158,14 +162,27 @@ def _export_of_transformers(
             name.removeprefix(f"{NETWORK}."): tensor for name, tensor in model.state_dict().items()
         }.__getitem__
     tokenizer = _load_tokenizer(directory, manifest)
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes | None] = {}
+    stop_ids: int | list[int] | None = None
     if tokenizer is not None:
-        own = tokenizer.files
-        files = {name: own[name] for name in own if not (opened / name).exists()}
-    exported = export_directory(conversion, get_tensor, out, dtype, files)
+        files = _replace_tokenizer(tokenizer, opened)
+        stop_ids = _stop_ids(tokenizer)
+    exported = export_directory(conversion, get_tensor, out, dtype, files, stop_ids)
     for path in exported.left_out:
         warn(f"{path}: not exported, as it holds weights of {opened} in another format")
     return exported.n_bytes
+
+
+def _replace_tokenizer(tokenizer: Tokenizer, source: Path) -> dict[str, bytes | None]:
+    """Return the files of a tokenizer by name; None = one of `source` that is left out."""
+    files = _convert_tokenizer(tokenizer, bos_id=None)
+    theirs = read_tokenizer_files(source)
+    left_out: set[str] = set()
+    if theirs.get(TOKENIZER_JSON) != files[TOKENIZER_JSON]:
+        left_out = set(theirs)
+    elif CHAT_TEMPLATE in files:  # all chats have it
+        left_out = theirs.keys() - set(TOKENIZER_FILES)
+    return dict.fromkeys(left_out) | files
 
 
 def _find_original(source: str) -> Path:
@@ -429,10 +446,12 @@ def _convert_tokenizer(tokenizer: Tokenizer, bos_id: int | None) -> dict[str, by
     generation: dict[str, Any] = {}
     if bos_id is not None:
         generation["bos_token_id"] = bos_id
-    if GENERATION_CONFIG in files:
-        generation |= json.loads(files[GENERATION_CONFIG])
-    generation["eos_token_id"] = _stop_ids(tokenizer)
-    files[GENERATION_CONFIG] = _to_json(generation)
+    read: dict[str, Any] = json.loads(files.get(GENERATION_CONFIG, b"{}"))
+    generation |= read
+    if set(as_list(read.get("eos_token_id"))) != tokenizer.chat_stop_ids:
+        generation["eos_token_id"] = _stop_ids(tokenizer)
+    if generation != read:
+        files[GENERATION_CONFIG] = _to_json(generation)
     return files
 
 

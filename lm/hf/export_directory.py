@@ -68,7 +68,8 @@ def export_directory(
     get_tensor: Callable[[str], Tensor],
     out: Path,
     dtype: str | None = None,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes | None] | None = None,
+    stop_ids: int | list[int] | None = None,
 ) -> Exported:
     """Write the directory of `conversion` to `out`, with other weights of its language model.
 
@@ -76,7 +77,8 @@ def export_directory(
         get_tensor: returns a complete parameter or buffer of the network by its name.
         dtype: of these weights, a key of `WEIGHT_DTYPES`, except for those that transformers keeps
             in float32; None = of each tensor that of the source.
-        files: contents by name, in place of what the directory has.
+        files: contents by name, in place of what the directory has; None = it is left out.
+        stop_ids: `eos_token_id` of config.json; None = that of the directory.
 
     Raises:
         ConfigError: `out` exists, or transformers cannot write a layout that it reads.
@@ -92,14 +94,20 @@ def export_directory(
     shards = [_plan_shard(path, conversion.stored, dtypes) for path in paths]
     n_bytes = sum(shard.n_bytes for shard in shards)
     others = _list_others(conversion.directory, paths)
-    contents: dict[str, bytes] = {}
-    if dtype is not None:
-        contents = _rewrite_settings(others, conversion.directory, dtype, shards)
+    contents: dict[str, bytes | None] = {}
+    config = read_object(conversion.directory / CONFIG_FILE)
+    changed = _change_config(config, dtype, stop_ids)
+    if changed != config:
+        contents[CONFIG_FILE] = _to_json(changed)
+    index_path = conversion.directory / SAFETENSORS_INDEX
+    if dtype is not None and index_path in others.copied:
+        contents[SAFETENSORS_INDEX] = _to_json(_rewrite_index(index_path, shards))
     contents |= files or {}
     with make_draft(out, n_bytes + others.n_bytes) as draft:
         others.copy(conversion.directory, draft, contents)
         for name, content in contents.items():
-            (draft / name).write_bytes(content)
+            if content is not None:
+                (draft / name).write_bytes(content)
         _write_weights(conversion, get_tensor, draft, shards)
     return Exported(n_bytes, others.left_out)
 
@@ -349,25 +357,27 @@ def _indexed_names(index: Path) -> set[str]:
     return set(read_object(index).get("weight_map", {}).values())
 
 
-def _rewrite_settings(
-    others: _Others, directory: Path, dtype: str, shards: Sequence[_Shard]
-) -> dict[str, bytes]:
-    """Return the files that describe the weights, by name."""
-    config = read_object(directory / CONFIG_FILE)
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            part.pop("quantization_config", None)
-            for key in {"dtype", "torch_dtype"} & part.keys():
-                part[key] = dtype
-    contents = {CONFIG_FILE: _to_json(config)}
-    index_path = directory / SAFETENSORS_INDEX
-    if index_path in others.copied:
-        index = read_object(index_path)
-        n_bytes = sum(shard.n_bytes for shard in shards)
-        index["metadata"] = dict(index.get("metadata") or {}, total_size=n_bytes)
-        index["weight_map"] = {name: shard.name for shard in shards for name in shard.places}
-        contents[SAFETENSORS_INDEX] = _to_json(index)
-    return contents
+def _change_config(
+    config: Mapping[str, Any], dtype: str | None, stop_ids: int | list[int] | None
+) -> dict[str, Any]:
+    """Return a config.json with another dtype and `eos_token_id`, if they are not None."""
+    changed = dict(config)
+    if isinstance(config.get("text_config"), dict):
+        changed["text_config"] = _change_config(config["text_config"], dtype, stop_ids)
+    if dtype is not None:
+        changed.pop("quantization_config", None)
+        changed |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys(), dtype)
+    if stop_ids is not None and config.get("eos_token_id") is not None:
+        changed["eos_token_id"] = stop_ids
+    return changed
+
+
+def _rewrite_index(path: Path, shards: Sequence[_Shard]) -> dict[str, Any]:
+    index = dict(read_object(path))
+    n_bytes = sum(shard.n_bytes for shard in shards)
+    index["metadata"] = dict(index.get("metadata") or {}, total_size=n_bytes)
+    index["weight_map"] = {name: shard.name for shard in shards for name in shard.places}
+    return index
 
 
 def _to_json(content: object) -> bytes:
