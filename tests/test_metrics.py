@@ -30,6 +30,7 @@ from lm.metrics import accumulator
 from lm.metrics.accumulator import MetricsAccumulator, MetricSums
 from lm.metrics.device import peak_flops, peak_flops_by_name, peak_memory_gib
 from lm.metrics.logger import MetricLogger
+from lm.metrics.sinks import JSONL
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
 from tests.support import PATIENCE
@@ -368,14 +369,20 @@ def test_logger_error_of_tensorboards_thread_is_one_line(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_logger_that_cannot_close_its_files_does_not_fail_a_saved_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "method"), [(RecordWriter, "close"), (JSONL, "write")])
+def test_logger_that_cannot_write_does_not_fail_a_saved_run(
+    kind: type,
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with started(tmp_path):
-        monkeypatch.setattr(RecordWriter, "close", fail)
+    with started(tmp_path) as logger:
+        monkeypatch.setattr(kind, method, fail)
+        logger.log_checkpoint(8, "uuid")
     printed = capsys.readouterr().out
     assert f"{tmp_path}: cannot write metrics (No space left on device)" in printed
 

@@ -95,8 +95,11 @@ class MetricLogger:
         self._write("sample", step, {"prompt": prompt, "text": text})
 
     def log_checkpoint(self, step: int, uuid: str) -> None:
-        """Log that the checkpoint `uuid` of `step` is complete."""
-        self._write("checkpoint", step, {"uuid": uuid})
+        """Log that the checkpoint `uuid` of `step` is complete, also if that cannot be written."""
+        try:
+            self._write("checkpoint", step, {"uuid": uuid})
+        except RunError as error:
+            self.info(str(error))
 
     def _write(self, group: str, step: int, fields: Mapping[str, Any]) -> None:
         record = Record(group, step, round(time.time(), 3), fields)
