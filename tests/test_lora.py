@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -585,6 +586,19 @@ def test_adapters_need_a_base_and_safetensors(peft_adapters: Path, tmp_path: Pat
     path.write_text(path.read_text().replace("bases", "nowhere"))
     with pytest.raises(ConfigError, match=r"base_model_name_or_path: '.*nowhere"):
         read_with_model_defaults(continued_from(path.parent))
+
+
+def test_adapters_are_identified_by_their_contents(peft_adapters: Path, tmp_path: Path) -> None:
+    fingerprint = hf_base.fingerprint_weights(str(peft_adapters))
+    linked = tmp_path / "linked"  # as in the Hub's cache
+    linked.mkdir()
+    for path in peft_adapters.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert hf_base.fingerprint_weights(str(linked)) == fingerprint
+    copied = shutil.copytree(peft_adapters, tmp_path / "copied")
+    os.truncate(copied / "adapter_model.safetensors", 2**40)
+    with pytest.raises(CheckpointError, match="bytes longer than its tensors"):
+        hf_base.fingerprint_weights(str(copied))
 
 
 # ---- checkpoints

@@ -6,6 +6,7 @@ The base is identified when training starts, and found again and checked when th
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.adapters import (
-    ADAPTER_CONFIG,
     ADAPTER_FILE,
     base_directory,
     base_of,
@@ -97,9 +97,13 @@ def compute_checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[
         manifest = read_manifest(directory)
         verify(directory, manifest, rank, n_ranks)
         return _weight_records(manifest)
-    paths = list_weight_files(directory)[rank::n_ranks]
+    return _record_all(list_weight_files(directory)[rank::n_ranks])
+
+
+def _record_all(paths: Sequence[Path]) -> dict[str, FileRecord]:
+    """Return size and checksum of safetensors files, none of which is longer than its tensors."""
     targets = {path.name: follow_links(path) for path in paths}
-    read_headers(targets.values())  # no file is longer than its tensors
+    read_headers(targets.values())
     return {name: record(target) for name, target in targets.items()}
 
 
@@ -111,8 +115,7 @@ def fingerprint_weights(source: str) -> str:
     """
     files: dict[str, FileRecord] = {}
     if is_adapter(source):
-        files[ADAPTER_FILE] = record(Path(source, ADAPTER_FILE))
-        files[ADAPTER_CONFIG] = record(Path(source, ADAPTER_CONFIG))
+        files |= _record_all([Path(source, ADAPTER_FILE)])
     source = base_of(source)
     if weights.is_model(source):
         files |= compute_checksums(weights.find_source(source))
