@@ -20,6 +20,7 @@ from lm.errors import ConfigError
 from lm.objectives.config import LARGER_IS_BETTER
 from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task, metric_names
+from lm.transformers_config import TransformersConfig
 
 
 def resolve_seed(seed: int | None, trial: det.ClusterInfo | None) -> int:
@@ -47,6 +48,9 @@ def fingerprint_inputs(hp: Hyperparameters, data: Data, tasks: str | None) -> di
     }
     if data.tokenizer is not None and CHAT_TEMPLATE in data.tokenizer.files:
         inputs["chat_template"] = sha256(data.tokenizer.files[CHAT_TEMPLATE]).hexdigest()
+    if isinstance(hp.model, TransformersConfig):
+        inputs["config"] = hp.model.transformers_config
+        inputs["transformers"] = importlib.metadata.version("transformers")
     if hp.checkpoint.init_from is not None:
         from lm.hf.base import fingerprint_weights  # with PyTorch
 

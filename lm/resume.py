@@ -328,6 +328,9 @@ def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
     if new.get("objective") == "dpo":  # as the checkpoint's log-probabilities depend on these
         fixed = FIXED | {"val_data", "amp_dtype"}
     different = {key: change for key, change in changes.items() if key in fixed}
+    old_class = saved.model.get("transformers_config", {})  # of another version of transformers,
+    new_class = run_info.model.get("transformers_config", {})  # it can have other keys
+    different |= find_changes(old_class, new_class, old_class.keys() & new_class.keys())
     if different:
         hint = ""
         if "total_batch_size" in different:

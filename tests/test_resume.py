@@ -533,3 +533,17 @@ def test_change_of_a_key_that_changes_the_data_is_named() -> None:
     first, second, _ = refused.value.problems
     assert first == "packing: true in the checkpoint, now false"
     assert second.startswith("train_data: ")
+
+
+def test_change_of_a_config_of_transformers_makes_another_run() -> None:
+    saved = {"norm_eps": 1e-5, "dropout": 0.0, "conv_bias": False}
+    now = {"norm_eps": 1e-3, "dropout": 0.0, "use_cache": True}  # of a newer version
+    infos = [
+        RUN_INFO.model_copy(update={"model": {"transformers_config": config}})
+        for config in (saved, now)
+    ]
+    with pytest.raises(ConfigError) as refused:
+        require_same_run(*infos)
+    change, remedy = refused.value.problems
+    assert change == "norm_eps: 1e-05 in the checkpoint, now 0.001"
+    assert "different run" in remedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -18,8 +19,10 @@ import pytest
 import yaml
 from filelock import FileLock
 
+from lm.data.run_data import open_data
 from lm.determined.search import OTHER_INPUTS, differences
 from lm.errors import MAX_LINE, ConfigError, RunError
+from lm.inputs import fingerprint_inputs
 from lm.launch.signals import STOP_SIGNALS
 from lm.runtime.run_dir import FIRST_CHECKPOINT
 from lm.search import __main__ as command
@@ -27,6 +30,7 @@ from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
 from lm.search.report import Row, Table
 from lm.search.search import Search
+from lm.transformers_config import Examined, TransformersConfig
 from tests.soak_search import Soak
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.cluster.searcher import Halving
@@ -648,6 +652,27 @@ def test_search_names_other_weights_and_templates() -> None:
     (template, weights) = again.trials[0].changes()
     assert template.startswith("chat_template: was ")
     assert weights.startswith("init_from: was 1 files, ")
+
+
+def test_inputs_have_the_config_of_transformers() -> None:
+    write_experiment({"name": "single", "metric": "loss"}, SMALL)
+    (trial,) = Search(Path("tiny.yaml"), []).trials
+    hp = trial.settings.hp
+    data = open_data(hp.data, 64, 16, 1, seed=0)
+    answers = [name for name, field in Examined.model_fields.items() if field.is_required()]
+    model = TransformersConfig(
+        transformers_config={"norm_eps": 1e-5},
+        examined=Examined.model_validate(dict.fromkeys(answers, True)),
+        vocab_size=64,
+        max_seq_len=16,
+        n_parameters=1,
+        n_used_weights=1,
+        linear_layers=[],
+    )
+    now = fingerprint_inputs(dataclasses.replace(hp, model=model), data, None)
+    changes = differences(trial.settings.inputs, now)
+    assert [change.partition(":")[0] for change in changes[:1]] == ["config.norm_eps"]
+    assert changes[-1].startswith("transformers: was not set, is now 5.")
 
 
 def test_search_keeps_the_date_of_its_first_trial() -> None:
