@@ -315,7 +315,7 @@ class Trainer:
         if run.trains:
             self.validation_loss = progress.validation_loss
             self.sampled = progress.sampled
-        note = self.loader.load_state_dict(progress.dataset_state)
+        note = self.loader.load_state(progress.dataset_state)
         if note is not None:
             self.logger.info(note)
         if run.run_dir is not None:
@@ -646,9 +646,8 @@ class Trainer:
             if self.checkpointer.is_pending:
                 self.commit()
             dataset_state = None  # the position follows from the step
-            state_of_rank = self.loader.state_dict()
-            if state_of_rank is not None:  # the dataset is streamed
-                dataset_state = self.world.all_gather_object(state_of_rank)
+            if self.loader.stream_state is not None:  # the dataset is streamed
+                dataset_state = self.world.all_gather_object(self.loader.stream_state)
             progress = TrainingProgress(
                 step=self.step,
                 tokens=self.step * self.run.tokens_per_step,

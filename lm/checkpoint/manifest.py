@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal
 import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
+from lm.data.dataset import StreamState
 from lm.data.tokenizer import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
 from lm.fileio import (
@@ -116,7 +117,7 @@ class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
     sampled: bool = Field(
         default=False, description="whether the sample that is due at this step was logged"
     )
-    dataset_state: list[dict[str, Any]] | None = Field(
+    dataset_state: list[StreamState] | None = Field(
         default=None, description="streamed dataset: its state, by rank"
     )
     metric_sums: list[MetricSums] | None = Field(

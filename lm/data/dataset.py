@@ -16,10 +16,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
 
 class Sample(NamedTuple):
@@ -86,13 +88,35 @@ class ValidationSet(NamedTuple):
         return f"{metric}_{self.name}"
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class StreamPosition(TypedDict, total=False):
+    """Where a stream is, e.g. where the window starts that is read next; {} = its start."""
+
+    block: _Count
+    """number, over all epochs, of the block of documents that are shuffled together"""
+    read: _Count
+    """documents before the block, over all epochs"""
+    dataset: dict[str, Any] | None
+    """of the `datasets` library, at the start of the block; None = the start of an epoch"""
+    digest: str | None
+    """of the documents in the block; None = they were not read yet"""
+    document: _Count
+    """in the shuffled block"""
+    token: _Count
+    """of the document"""
+    skip: _Count
+    """documents that are skipped first"""
+
+
 @dataclass(frozen=True)
 class StreamState:
     """Where the streams of one rank are. Checkpoints hold it as JSON."""
 
-    streams: Sequence[dict[str, Any]]
-    """of each stream, `Window.state` of the window that was read last; {} = the start"""
-    turn: int = 0
+    streams: Sequence[StreamPosition]
+    """of each stream, that of the window that was read last"""
+    turn: _Count = 0
     """index of the stream that the next micro-batch is read from"""
 
 

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,7 +97,9 @@ class Loader:
         """samples of each validation set that are used"""
         self.validation_bytes = [self._count_bytes(i) for i in range(len(data.validation))]
         """of text of the targets of each validation set; 0 = unknown"""
-        self._stream_state = data.train.initial_stream_state
+        self.stream_state = data.train.initial_stream_state
+        """where the streams are after the training batch that was yielded last; None = the datasets
+        are sampled, and the position follows from the step"""
 
     def _count_bytes(self, number: int) -> int:
         dataset = self._data.validation[number].dataset
@@ -113,32 +114,22 @@ class Loader:
             )
         return n_bytes
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return where the streams are after the training batch that was yielded last.
-
-        None = the datasets are sampled, and the position follows from the step.
-        """
-        if self._stream_state is None:
-            return None
-        return dataclasses.asdict(self._stream_state)
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]] | None) -> str | None:
+    def load_state(self, states: Sequence[StreamState] | None) -> str | None:
         """Set the position of streams; return a note for the log.
 
         Args:
-            states: the state dicts of all ranks that saved.
+            states: those of all ranks that saved.
         """
-        if not states or self._stream_state is None:
+        if not states or self.stream_state is None:
             return None
-        saved = [StreamState(state["streams"], state["turn"]) for state in states]
-        self._stream_state, note = resume_streams(
-            saved, self._dp_rank, self._dp_size, self._data_workers
+        self.stream_state, note = resume_streams(
+            states, self._dp_rank, self._dp_size, self._data_workers
         )
         return note
 
     def training(self, start_step: int) -> Iterator[Batch]:
         """Yield batches from step `start_step` on, endlessly."""
-        sample_batches = self._data.train.batches(start_step, self._stream_state)
+        sample_batches = self._data.train.batches(start_step, self.stream_state)
 
         def assemble_next() -> Batch:
             return self._assemble(next(sample_batches))
@@ -149,7 +140,7 @@ class Loader:
             while True:
                 batch = upcoming.result()
                 upcoming = thread.submit(assemble_next)
-                self._stream_state = batch.stream_state
+                self.stream_state = batch.stream_state
                 yield batch
         finally:
             upcoming.cancel()

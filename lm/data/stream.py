@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.blocks import is_compressed
-from lm.data.dataset import Sample, SampleBatch, StreamState
+from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, find_files, find_saved_dataset
 from lm.data.json_lines import get_text
@@ -175,8 +175,8 @@ class Window(NamedTuple):
 
     ids: NDArray[np.int64]
     """shape (seq_len + 1,)"""
-    state: dict[str, Any]
-    """of the stream, as JSON: where the next window starts"""
+    state: StreamPosition
+    """where the next window starts"""
 
 
 class _BlockStart(NamedTuple):
@@ -202,7 +202,7 @@ class _Document(NamedTuple):
     """number of its first token in the document"""
     ids: NDArray[np.uint32]
 
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> StreamPosition:
         return {
             "block": self.block.number,
             "read": self.block.n_read,
@@ -222,7 +222,7 @@ class TokenStream:
         seed: of the order of documents; None = the order of the dataset.
         number: of the stream, over all ranks; each has another order.
         block_size: documents that are shuffled together.
-        state: of a window; {} = the start; {"skip": n} = after n documents.
+        state: where it starts.
     """
 
     documents: Documents
@@ -232,7 +232,7 @@ class TokenStream:
     seed: int | None
     number: int = 0
     block_size: int = SHUFFLED_TOGETHER
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: StreamPosition = field(default_factory=StreamPosition)
 
     def __iter__(self) -> Iterator[Window | ConfigError]:
         """Yield windows, or the error that ends them: raised, it would arrive as a traceback."""
@@ -255,7 +255,7 @@ class TokenStream:
                 window_ids = ids[: self.seq_len + 1]
                 ids = ids[self.seq_len :]
                 _drop_tokens(pending, self.seq_len)
-                yield Window(window_ids, pending[0].state_dict())
+                yield Window(window_ids, pending[0].position())
 
     def _tokenized_documents(self) -> Iterator[_Document]:
         """Yield the documents, the first one from where the stream was resumed.
@@ -367,7 +367,7 @@ def resume_streams(
         saved: states of all ranks that saved.
         workers: streams of each rank.
     """
-    streams: list[dict[str, Any]] = []
+    streams: list[StreamPosition] = []
     for state in saved:
         streams.extend(state.streams)
     n_streams = dp_size * workers
