@@ -76,7 +76,7 @@ def _temporary_root() -> Path:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Wait for whoever computes the same entry. Without locks, both do, and one result stays."""
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)
     with suppress(NotImplementedError, OSError):
         lock.acquire()
     try:

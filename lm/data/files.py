@@ -76,6 +76,9 @@ def check_path(where: str, key: str) -> None:
         problem = f"no file found at {where!r}, as {encoding} of this locale encodes it"
         raise ConfigError(f"{key}: {problem}; set LC_ALL=C.UTF-8")
     scheme, separator, _ = where.partition("://")
+    if scheme == "file":
+        path = where.removeprefix("file://")
+        raise ConfigError(f"{key}: {where} is a URL; write the path, {path}")
     if separator:
         command = _DOWNLOADS.get(scheme, "a command of your storage").format(shlex.quote(where))
         problem = f"{where} is a URL, but data are read from disk"

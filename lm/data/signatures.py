@@ -15,6 +15,7 @@ DECOMPRESSORS = {".gz": "gzip -dc", ".zst": "zstd -dc"}
 """commands for the compressed files that are read, by suffix"""
 _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")
 """characters that no text has; escape sequences of terminals have \\x1b"""
+_BINARY = "it is binary, not text; choose files of text"
 
 
 _MAX_WESTERN_SHARE = 0.3
@@ -122,7 +123,10 @@ def check_nul(path: Path, block: bytes, offset: int) -> None:
     elif offset == 0 and all(odd) and not any(even):
         encoding = "UTF-16BE"
     else:
-        remedy = f"choose files of text, or delete it, tr -d '\\0' < {shlex.quote(str(path))} > NEW"
+        remedy = _BINARY
+        if not _CONTROL.search(block):
+            command = _pass_through(r"tr -d '\0'", path)
+            remedy = f"choose files of text, or delete it, {command}"
         raise ConfigError(f"{path}: {problem}, which text does not contain; {remedy}")
     problem += f", as is every other: the text is {encoding}"
     raise ConfigError(f"{path}: {problem}; convert the file, {_iconv(path, encoding)}")
@@ -131,7 +135,7 @@ def check_nul(path: Path, block: bytes, offset: int) -> None:
 def advise_encoding(path: Path, content: bytes) -> str:
     """Return what to do with a file whose `content` is not UTF-8."""
     if _CONTROL.search(content):
-        return "it is binary, not text; choose files of text"
+        return _BINARY
     encoding = "WINDOWS-1252"
     n_beyond_ascii = len(content.translate(None, bytes(range(128))))
     if n_beyond_ascii > _MAX_WESTERN_SHARE * len(content):
@@ -140,8 +144,13 @@ def advise_encoding(path: Path, content: bytes) -> str:
 
 
 def _iconv(path: Path, encoding: str) -> str:
+    return _pass_through(f"iconv -f {encoding} -t UTF-8", path)
+
+
+def _pass_through(command: str, path: Path) -> str:
+    """Return what writes the text of a file, after `command`, to another one."""
     quoted = shlex.quote(str(path))
     decompressor = DECOMPRESSORS.get(path.suffix.lower())
     if decompressor is None:
-        return f"iconv -f {encoding} -t UTF-8 {quoted} > NEW"
-    return f"{decompressor} {quoted} | iconv -f {encoding} -t UTF-8 > NEW"
+        return f"{command} < {quoted} > NEW"
+    return f"{decompressor} {quoted} | {command} > NEW"

@@ -72,6 +72,7 @@ _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{,199}"
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 """of `flock`, where the file system does not implement it"""
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NOT_OURS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
 """where a file has the name of a directory, or the other way around, or a FIFO"""
 _locks: dict[Path, tuple[FileLock | Lease, str]] = {}
@@ -135,13 +136,15 @@ class RunDir:
                 make_directory(path)
             holder = lock_file(self._lock)
         except OSError as error:
-            remedy = f"make {RUNS.absolute()} writable for this user"
+            remedy = "start in another directory"
             cause = error.strerror
-            if error.errno in _NOT_OURS:
+            if error.errno in _NOT_WRITABLE:
+                remedy = f"make {RUNS.absolute()} writable for this user, or {remedy}"
+            elif error.errno in _NOT_OURS:
                 cause = f"{error.filename}: {error.strerror}"
-                remedy = f"in {RUNS.absolute()} rename what no run has written"
+                remedy = f"in {RUNS.absolute()} rename what no run has written, or {remedy}"
             problem = f"{self.path}: cannot be created and locked ({cause})"
-            raise ConfigError(f"{problem}; {remedy}, or start in another directory") from None
+            raise ConfigError(f"{problem}; {remedy}") from None
         if holder is not None:
             raise in_use_error(self.path, holder)
         if read_first_checkpoint(self.path) is not None:  # the file system has shown that it can
