@@ -96,6 +96,14 @@ READ: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
         [SYSTEM_QA, SYSTEM_QB],
     ),
+    "distilabel-intel-orca": (
+        {"system": "", "input": "Q", "chosen": "A", "rejected": "B"},
+        [QA, QB],
+    ),
+    "json-replies": (
+        {"prompt": "Q: ", "chosen": '{"a": 1}', "rejected": "[]"},
+        [('Q: {"a": 1}', '{"a": 1}'), ("Q: []", "[]")],
+    ),
     "llamafactory-alpaca": (
         {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
         [QA, QB],

@@ -184,9 +184,7 @@ class LayoutReader:
 
     def _find_prompt(self, values: Mapping[str, Any]) -> list[str]:
         """Return the keys that hold what the replies of preferences answer."""
-        found = [key for key in (*_CHATS, *_QUESTIONS) if key in values][:1]
-        if found and found[0] not in _CHATS:
-            found += [key for key in _CONTEXTS if key in values]
+        found = [key for key in _CHATS if key in values][:1] or _find_question(values)
         if not found:
             problem = f"no prompt; the line has the keys: {', '.join(values)}"
             remedy = "write what both replies answer as prompt, or at the start of both as messages"
@@ -202,8 +200,7 @@ class LayoutReader:
             return chats[:1]
         if "prompt" in values and "completion" in values:
             return ["prompt", "completion"]
-        questions = [key for key in _QUESTIONS if key in values][:1]
-        questions += [key for key in _CONTEXTS if key in values]
+        questions = _find_question(values)
         replies = [key for key in _REPLIES if key in values][:1]
         if questions and replies:
             return questions + replies
@@ -244,7 +241,7 @@ class LayoutReader:
 
     def _read_turn(self, turn: Any, place: str, unread: set[str]) -> dict[str, Any]:
         """Return a message; add to `unread` what it and the template leave out."""
-        if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
+        if not _is_turn(turn):
             shown = f"{place} is {json.dumps(turn)[:60]}"
             raise ConfigError(f"{shown}, not an object with role and content, or from and value")
         message = {key: value for key, value in turn.items() if value is not None}
@@ -321,6 +318,12 @@ class LayoutReader:
         return _strings(values[other]) <= strings
 
 
+def _find_question(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a question, or of what it is about."""
+    question = [key for key in _QUESTIONS if key in values][:1]
+    return question + [key for key in _CONTEXTS if key in values]
+
+
 def _explain(record: Mapping[str, Any], text_field: str) -> str:
     """Return why a record has no layout, and what to do."""
     for key in record:
@@ -347,18 +350,19 @@ def _find_reason(key: str, value: Any) -> str | None:
 
 def _read_reply(values: Mapping[str, Any], key: str) -> Any:
     """Return a reply of preferences: a text, or messages, which can be all of the dialog."""
-    reply = _decode(values.get(key))
-    if isinstance(reply, dict):  # a message, as in ShareGPT
-        reply = [reply]
+    reply = values.get(key)
+    messages = _decode(reply)
+    if isinstance(messages, dict):  # one, as in ShareGPT
+        messages = [messages]
     if not reply:
         problem = "is missing or empty, and objective: dpo compares chosen with rejected"
         raise ConfigError(f"{key}: {problem}; add the reply, or remove the line")
+    if messages and isinstance(messages, list) and all(map(_is_turn, messages)):
+        return messages
     if isinstance(reply, str):
         return reply
-    if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
-        shown = json.dumps(reply)[:60]
-        raise ConfigError(f"{key}: {shown} is neither a text nor objects with role and content")
-    return reply
+    shown = json.dumps(reply)[:60]
+    raise ConfigError(f"{key}: {shown} is neither a text nor objects with role and content")
 
 
 def _split_dialogs(chosen: Any, rejected: Any) -> list[dict[str, Any]] | None:
@@ -403,6 +407,10 @@ def _check_reply(converted: Mapping[str, Any]) -> None:
         raise ConfigError(f"the dialogs differ first in a message of the user; {remedy}")
     if not any(message.get("content") or message.get("tool_calls") for message in messages):
         raise ConfigError("the reply is empty; remove the line")
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and bool(turn.keys() & {"role", "from"})
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:

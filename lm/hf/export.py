@@ -50,7 +50,7 @@ from lm.hf.conversion import open_conversion
 from lm.hf.draft import make_draft
 from lm.hf.export_directory import export_directory
 from lm.hf.families import Place
-from lm.hf.files import CONFIG_FILE, SAFETENSORS_FILE, SAFETENSORS_INDEX, WEIGHT_DTYPES
+from lm.hf.files import CONFIG_FILE, SAFETENSORS_FILE, SAFETENSORS_INDEX, WEIGHT_DTYPES, to_json
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
 from lm.shards import Rows
@@ -110,12 +110,12 @@ def export_model(
     files: dict[str, bytes] = {}
     if tokenizer is None:
         model_settings = config_json.write_config(config, dtype, None)
-        files[GENERATION_CONFIG] = _to_json({})
+        files[GENERATION_CONFIG] = to_json({})
     else:
         model_settings = config_json.write_config(config, dtype, tokenizer.eos_id, tokenizer.bos_id)
         files = _convert_tokenizer(tokenizer, model_settings["bos_token_id"])
         model_settings["eos_token_id"] = _stop_ids(tokenizer)
-    files[CONFIG_FILE] = _to_json(model_settings)
+    files[CONFIG_FILE] = to_json(model_settings)
 
     weights_dir = directory
     adapters: Adapters | None = None
@@ -129,7 +129,7 @@ def export_model(
         is_one_file = len(set(weight_map.values())) == 1
         if not is_one_file:
             index = {"metadata": {"total_size": weights.n_bytes}, "weight_map": weight_map}
-            files[SAFETENSORS_INDEX] = _to_json(index)
+            files[SAFETENSORS_INDEX] = to_json(index)
         for name, content in files.items():
             (draft / name).write_bytes(content)
     return weights.n_bytes
@@ -425,11 +425,7 @@ def _write_peft_config(
         "bias": "none",
         "inference_mode": True,
     }
-    return _to_json(settings)
-
-
-def _to_json(content: object) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
+    return to_json(settings)
 
 
 def _convert_tokenizer(tokenizer: Tokenizer, bos_id: int | None) -> dict[str, bytes]:
@@ -451,7 +447,7 @@ def _convert_tokenizer(tokenizer: Tokenizer, bos_id: int | None) -> dict[str, by
     if set(as_list(read.get("eos_token_id"))) != tokenizer.chat_stop_ids:
         generation["eos_token_id"] = _stop_ids(tokenizer)
     if generation != read:
-        files[GENERATION_CONFIG] = _to_json(generation)
+        files[GENERATION_CONFIG] = to_json(generation)
     return files
 
 

@@ -32,6 +32,7 @@ from lm.hf.files import (
     follow_links,
     list_weight_files,
     read_object,
+    to_json,
 )
 from lm.hf.quantized import Quantized, Stored
 
@@ -98,10 +99,10 @@ def export_directory(
     config = read_object(conversion.directory / CONFIG_FILE)
     changed = _change_config(config, dtype, stop_ids)
     if changed != config:
-        contents[CONFIG_FILE] = _to_json(changed)
+        contents[CONFIG_FILE] = to_json(changed)
     index_path = conversion.directory / SAFETENSORS_INDEX
     if dtype is not None and index_path in others.copied:
-        contents[SAFETENSORS_INDEX] = _to_json(_rewrite_index(index_path, shards))
+        contents[SAFETENSORS_INDEX] = to_json(_rewrite_index(index_path, shards))
     contents |= files or {}
     with make_draft(out, n_bytes + others.n_bytes) as draft:
         others.copy(conversion.directory, draft, contents)
@@ -378,7 +379,3 @@ def _rewrite_index(path: Path, shards: Sequence[_Shard]) -> dict[str, Any]:
     index["metadata"] = dict(index.get("metadata") or {}, total_size=n_bytes)
     index["weight_map"] = {name: shard.name for shard in shards for name in shard.places}
     return index
-
-
-def _to_json(content: object) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,8 @@ def read_object(path: Path) -> dict[str, Any]:
             return content
         problem = "not a JSON object"
     raise ConfigError(f"{path}: {problem}")
+
+
+def to_json(content: object) -> bytes:
+    """Return the content of a JSON file."""
+    return (json.dumps(content, indent=2) + "\n").encode()
