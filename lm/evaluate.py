@@ -13,7 +13,7 @@ chat template writes messages, and the choices are the assistant's replies. The 
 largest log-likelihood is the answer, divided by its characters or tokens where the task says so; a
 single choice is right if greedy decoding finds it. Printed are the fraction of right answers (acc)
 and the bits per byte of the right choices (bpb), means over the questions with their standard
-errors.
+errors, which one question does not have.
 
 `lm.launch` uses all GPUs of the machine, each of which holds the whole model.
 """
@@ -99,6 +99,8 @@ def format_table(models: dict[str, Results]) -> str:
 
 
 def _format_mean(mean: Mean) -> str:
+    if mean.stderr is None:
+        return f"{mean.value:.4f}"
     return f"{mean.value:.4f} ± {mean.stderr:.4f}"
 
 

@@ -444,6 +444,8 @@ def test_command_prints_models_side_by_side(
     assert header.count("bpb") == 2
     assert row.startswith("| own")
     assert row.count("±") == 4
+    assert command.main([models[0], "--tasks", str(path), "--limit", "1"]) == 0
+    assert "±" not in capsys.readouterr().out
 
 
 def test_command_scores_side_by_side_with_equal_lengths(

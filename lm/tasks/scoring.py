@@ -121,13 +121,14 @@ class Mean(NamedTuple):
     """A mean over questions, with its standard error."""
 
     value: float
-    stderr: float
+    stderr: float | None
+    """None = of one question, which has none"""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Return the mean of `values`; that of one has no error."""
+        """Return the mean of `values`."""
         if len(values) == 1:
-            return cls(values[0], 0.0)
+            return cls(values[0], None)
         stderr = statistics.stdev(values) / math.sqrt(len(values))
         return cls(statistics.fmean(values), stderr)
 
