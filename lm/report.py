@@ -30,6 +30,7 @@ from lm.errors import ConfigError, command, escape_control, oserror_as_config_er
 from lm.fileio import Line, home_path, read_records
 from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
+from lm.runtime.run_dir import SEARCH_FILE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -268,11 +269,18 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
 
 
 def _find_differences(runs: Sequence[RunRecords]) -> list[dict[str, str]]:
-    """Return of each run the hyperparameters that are not the same in all runs."""
+    """Return of each run the hyperparameters that are not the same in all runs.
+
+    What the config of an older version lacks has its default.
+    """
+    from lm.config import FIELDS
+
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in FIELDS.items()}
     columns: list[dict[str, str]] = []
     for run in runs:
-        column = {f"`{key}`": json.dumps(value) for key, value in run.hyperparameters.items()}
-        column.pop("`run_name`", None)
+        values = defaults | run.hyperparameters
+        column = {f"`{key}`": json.dumps(value, default=str) for key, value in values.items()}
+        del column["`run_name`"]
         columns.append(column)
     common = set(columns[0].items())
     for column in columns:
@@ -282,9 +290,15 @@ def _find_differences(runs: Sequence[RunRecords]) -> list[dict[str, str]]:
 
 def _format_table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the lines of a table with a column for each of `names`; a row of all is a label."""
-    labels: dict[str, None] = {}  # an ordered set
+    labels: list[str] = []
     for column in columns:
-        labels |= dict.fromkeys(column)
+        place = 0
+        for label in column:
+            if label in labels:
+                place = labels.index(label)
+            else:  # where its run has it
+                labels.insert(place, label)
+            place += 1
     rows = [format_row(["", *names]), format_row(["---"] * (1 + len(names)))]
     for label in labels:
         cells = [column.get(label, "") for column in columns]
@@ -465,19 +479,23 @@ def write_report(run: Path) -> str:
 def select_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the run directories of `paths`, which may be all that a shell finds for `runs/*`.
 
-    Leaves out the reports of this command, and runs that ended before they reported anything.
+    Leaves out the reports of this command, runs that ended before they reported anything, and
+    searches.
     """
     runs: list[Path] = []
     for path in paths:
         if path.name in (REPORT, PICTURE):
             continue
         if (path / "lock").is_file() and not (path / "metrics.jsonl").exists():
-            print(f"{path}: left out: it has reported nothing", file=sys.stderr)
+            why = "it has reported nothing"
+            if (path / SEARCH_FILE).exists():
+                why = f"a search, whose runs are {path}/trial-*"
+            print(f"{path}: left out: {why}", file=sys.stderr)
             continue
         runs.append(path)
     if not runs:
         given = " ".join(str(path) for path in paths)
-        raise ConfigError(f"{given}: no run that has reported anything; pass its directory")
+        raise ConfigError(f"{given}: no run that has reported anything; pass the directory of one")
     return runs
 
 
