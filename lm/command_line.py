@@ -37,7 +37,7 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 def rerun_command(*overrides: str) -> str:
     """Return the command of this process with other `overrides`, as make spells it if make ran it.
 
-    Launchers other than make and lm.launch are left out.
+    Launchers other than make, lm.launch and torchrun on one machine are left out.
     """
     changed = {override.partition("=")[0] for override in overrides}
     arguments: list[str] = []
@@ -49,8 +49,7 @@ def rerun_command(*overrides: str) -> str:
     arguments += overrides
     target = os.environ.get("MAKE_TARGET")
     if target is None:
-        launcher = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
-        return shlex.join([*launcher, sys.argv[0], *arguments])
+        return shlex.join([*_launcher(), sys.argv[0], *arguments])
     _, config, *hyperparameters = arguments  # as in the Makefile
     variables = [f"CONFIG={shlex.quote(config)}"]
     if os.environ.get("NPROC"):  # on make's command line
@@ -61,6 +60,15 @@ def rerun_command(*overrides: str) -> str:
     else:
         args = f'"{args}"'
     return f"make {target} {' '.join(variables)} ARGS={args}"
+
+
+def _launcher() -> list[str]:
+    """Return what comes before the script in the command of this process."""
+    if "LAUNCH_COMMAND" in os.environ:
+        return shlex.split(os.environ["LAUNCH_COMMAND"])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+    return [sys.orig_argv[0]]  # Python, as it was typed
 
 
 HELP = "python -m lm.config lists all hyperparameters, python -m lm.config KEY describes one."

@@ -858,7 +858,12 @@ def test_hyperparameters_as_flags() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        ("HOME", "/", "fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4"),
+        ("HOME", "/", ".venv/bin/python fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4"),
+        (
+            "TORCHELASTIC_RUN_ID",
+            "1",
+            "torchrun --nproc-per-node 2 fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4",
+        ),
         (
             "LAUNCH_COMMAND",
             "python -m lm.launch --nproc 1",
@@ -875,11 +880,14 @@ def test_rerun_command_is_spelled_as_it_was_started(
     variable: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPROC", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv("MAKE_TARGET", raising=False)
     monkeypatch.delenv("LAUNCH_COMMAND", raising=False)
     monkeypatch.setenv(variable, value)
     arguments = ["--config", "exp.yaml", "--max-steps", "2", "prompt=a $b", "--dry-run"]
     monkeypatch.setattr(sys, "argv", ["fsdp.py", *arguments])
+    monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", "-u", "fsdp.py", *arguments])
     assert command_line.rerun_command("max_steps=4") == expected
 
 

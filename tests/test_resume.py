@@ -514,7 +514,8 @@ def test_complete_run_prints_commands_that_train_on(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, "max_steps=2", "lr=0.5", code=0)
     assert re.search(r"ignored.* lr: .*0\.5", done.stdout)
     commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    ")]
-    constant, jumping, separate, restarted = (command[3:] for command in commands)
+    assert {Path(command[1]).name for command in commands} == {"fsdp.py"}  # after Python
+    constant, jumping, separate, restarted = (command[4:] for command in commands)
     assert "lr=0.5" not in constant
     assert jumping == ["lr=0.5", "max_steps=4"]
     assert {"lr=0.5", "run_name=test-2"} < set(separate)

@@ -210,7 +210,7 @@ def main() -> int:
     n_ranks = args.nproc
     if n_ranks is None:
         n_ranks = default_n_ranks()
-    launcher = ["python", "-m", "lm.launch"]
+    launcher = [sys.orig_argv[0], "-m", "lm.launch"]
     if args.nproc is not None:
         launcher += ["--nproc", str(args.nproc)]
     os.environ["LAUNCH_COMMAND"] = shlex.join(launcher)  # for the commands that a run prints
