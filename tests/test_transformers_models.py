@@ -744,6 +744,7 @@ def test_kernels_of_other_packages_are_not_called(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "examining qwen3_5_text: " in done.stderr
     answers = [line.split()[1].rstrip(",") for line in done.stdout.splitlines()[1:]]
     assert answers == ["holds"] * len(answers)
 

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from lm.data.cache import cached
 from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs
+from lm.launch.console import warn
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
 from lm.transformers_config import Examined, PackedBy, TransformersConfig
@@ -154,6 +155,7 @@ def examine(values: Mapping[str, Any]) -> Examination:
     """
 
     def build(directory: Path) -> None:
+        warn(f"examining {values.get('model_type')}: what can be trained exactly with this class")
         found = _examine(values)
         (directory / _RESULT).write_text(found.model_dump_json(indent=1))
 
