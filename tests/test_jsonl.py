@@ -1061,8 +1061,11 @@ def test_jsonl_without_samples_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "empty.jsonl", []),
         write(tmp_path / "one.jsonl", [{"text": "ab"}]),
     )
-    for file, held_out, keys in ((empty, None, set[str]()), (one, False, {"val_data"})):
-        with pytest.raises(ConfigError, match=f"{file}: ") as error:
+    for file, held_out, problem, keys in (
+        (empty, None, "no samples", set[str]()),
+        (one, False, "its only sample is held out", {"val_data"}),
+    ):
+        with pytest.raises(ConfigError, match=f"{file}: {problem}") as error:
             JsonlDataset([file], BYTES, 8, held_out=held_out)
         assert named_keys(error.value) == keys
 

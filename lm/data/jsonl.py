@@ -298,9 +298,10 @@ def _why_no_samples(counts: _Counts, options: RecordOptions) -> str:
         return "no line has targets; add completions, or set loss_on: all"
     if counts.n_dropped > 0:
         return "no line has two tokens, one to predict from the other; add text"
-    if options.held_out is None:
-        return "no samples; add lines"
-    return "no samples; add lines, or set val_data: without it, every 20th line is held out"
+    if options.held_out is False:
+        problem = "its only sample is held out, as every 20th is, from the first on"
+        return f"{problem}; add lines, or set val_data"
+    return "no samples; add lines"
 
 
 def pack_best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
