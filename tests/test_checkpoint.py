@@ -466,9 +466,16 @@ def test_checkpoint_verify_prints_complete_or_the_damaged_file(
     path = checkpoints_by_step(stopped)[6]
     assert main(["verify", str(path)]) == 0
     assert capsys.readouterr().out.endswith("  complete\n")
+    run = str(stopped / "runs" / "test")
+    assert main(["verify", run]) == 0
+    n_checkpoints = len(checkpoints_by_step(stopped))
+    assert capsys.readouterr().out.count("  complete") == n_checkpoints > 1
     flip(path / SHARDS[0])
     assert main(["verify", str(path)]) == 1
-    assert capsys.readouterr().err.startswith(f"{path / SHARDS[0]}: ")
+    problem = f"{path / SHARDS[0]}: damaged"
+    assert capsys.readouterr().err.startswith(problem)
+    assert main(["verify", run]) == 1
+    assert f"{path.name}  not complete: {problem}" in capsys.readouterr().out
 
 
 def test_checkpoint_list_refuses_another_directory(

@@ -1,11 +1,12 @@
 """Command: list and verify checkpoints.
 
     python -m lm.checkpoint list RUN
-    python -m lm.checkpoint verify CHECKPOINT
+    python -m lm.checkpoint verify CHECKPOINT|RUN
 
-RUN and CHECKPOINT are directories or URLs. Both check what loading checks before it compares the
-tensors with its own; of a run in object storage, `list` compares the sizes of the files only. Exit
-code 1 if a checkpoint is incomplete or damaged.
+RUN and CHECKPOINT are directories or URLs; of a RUN, `verify` reads all checkpoints. It checks what
+loading checks before it compares the tensors with its own. `list` reads no tensors, and of a run in
+object storage compares only the sizes of the files. Exit code 1 if a checkpoint is incomplete or
+damaged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 from lm.checkpoint.layout import find_tensors, require_sizes_of_model
 from lm.checkpoint.locate import locate_checkpoint, store_at
-from lm.checkpoint.location import DirectoryLocation, Location
+from lm.checkpoint.location import DirectoryLocation, Location, PlainLocation
 from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.data.hub import find_directory
@@ -37,8 +38,11 @@ def describe(name: str, manifest: Manifest, checked: str) -> str:
 
 
 @oserror_as_config_error
-def list_run(run: str) -> tuple[list[str], bool]:
+def list_run(run: str, *, verifies: bool = False) -> tuple[list[str], bool]:
     """Return a line for each checkpoint of the run at a path or URL.
+
+    Args:
+        verifies: each is read.
 
     Returns:
         The lines, and whether all are complete, as far as the run is not saving.
@@ -54,9 +58,13 @@ def list_run(run: str) -> tuple[list[str], bool]:
         try:
             manifest = store.read_manifest(location)
             require_sizes_of_model(str(location), manifest)
-            if isinstance(location, DirectoryLocation):
+            checked = "all files present"
+            if verifies:
+                verify_at(location)
+                checked = "complete"
+            elif isinstance(location, DirectoryLocation):
                 find_tensors(location.path, manifest)
-            lines[entry] = describe(entry.name, manifest, "all files present")
+            lines[entry] = describe(entry.name, manifest, checked)
         except CheckpointError as error:
             errors[location] = error
     saving: list[Location] = []
@@ -74,6 +82,29 @@ def list_run(run: str) -> tuple[list[str], bool]:
     return found, not errors
 
 
+def verify_at(location: Location) -> Manifest:
+    """Return the manifest of the checkpoint at `location`, all of which was read."""
+    from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
+
+    assert isinstance(location, PlainLocation)
+    path = location.fetch()
+    manifest = read_manifest(path)
+    try:
+        verify(path, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(path), str(location))) from None
+    return manifest
+
+
+@oserror_as_config_error
+def verify_path(path: str) -> tuple[list[str], bool]:
+    """Return what `list_run` does, of one checkpoint or of all of a run, which are read."""
+    if any(store_at(path).list_saved()):
+        return list_run(path, verifies=True)
+    location = locate_checkpoint(path)
+    return [describe(location.name, verify_at(location), "complete")], True
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
@@ -83,22 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     list_parser = commands.add_parser("list", help="list a run's checkpoints")
     list_parser.add_argument("path", type=find_directory, metavar="RUN")
-    verify_parser = commands.add_parser("verify", help="check all that loading checks")
-    verify_parser.add_argument("path", type=find_directory, metavar="CHECKPOINT")
+    verify_parser = commands.add_parser("verify", help="read one checkpoint, or all of a run")
+    verify_parser.add_argument("path", type=find_directory, metavar="CHECKPOINT|RUN")
     args = parser.parse_args(arguments)
-    if args.command == "verify":
-        from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
-
-        location = locate_checkpoint(args.path)
-        path = location.fetch()
-        manifest = read_manifest(path)
-        try:
-            verify(path, manifest)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(path), str(location))) from None
-        print(describe(path.name, manifest, "complete"))
-        return 0
-    lines, all_complete = list_run(args.path)
+    report = list_run if args.command == "list" else verify_path
+    lines, all_complete = report(args.path)
     print("\n".join(lines))
     return 0 if all_complete else CheckpointError.exit_code
 
