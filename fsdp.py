@@ -155,6 +155,8 @@ def train_together(job: Job, world: World) -> int:
             watchdog.publish_error(error)  # for ranks that lose the connection to this one
         if store is not None:
             store.close_after_error()  # after the error has been printed, as this can take long
+        if job.run_dir is not None:
+            job.run_dir.remove_unused()
         return error.exit_code
 
 

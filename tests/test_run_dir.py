@@ -330,7 +330,7 @@ def test_run_on_a_file_system_that_cannot_save_is_refused(tmp_path: Path, librar
     (line,) = result.stderr.splitlines()[-1:]
     assert line.startswith(f"{tmp_path}/runs/test/checkpoints: a test of what saving needs ")
     assert "Operation not permitted" in line
-    assert not list((tmp_path / "runs" / "test" / "checkpoints").iterdir())
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o2777])

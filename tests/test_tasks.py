@@ -629,6 +629,7 @@ def test_run_refuses_tasks_before_its_first_step(
     config = TINY | {"dataset": "text", "vocab_size": 264, "eval_tasks": str(path)}
     errors = run_fsdp(tmp_path, *overrides, config=config, code=2).stderr.splitlines()
     assert any(all(part in line for part in parts) for line in errors), errors
+    assert not (tmp_path / "runs").exists()
 
 
 def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:

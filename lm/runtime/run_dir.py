@@ -106,6 +106,8 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.sessions = self.path / "sessions.jsonl"
         self._lock = self.path / "lock"
+        events = (self.path / "training", self.path / "validation")
+        self._subdirectories = (self.checkpoints, self.traces, *events)
 
     def lock(self, world: World) -> None:
         """Create the directory on rank 0, and lock it until the process ends.
@@ -124,15 +126,26 @@ class RunDir:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 self.traces.mkdir(parents=True, exist_ok=True)
 
+    def remove_unused(self) -> None:
+        """Remove what `lock` has created if this process holds the lock, and nothing was added."""
+        if self._lock.absolute() not in _locks:
+            return
+        with suppress(OSError):  # other files are there
+            for path in self._subdirectories:
+                path.rmdir()
+            if [*self.path.iterdir()] == [self._lock]:
+                self._lock.unlink()
+                for path in (self.path, *self.path.parents):
+                    path.rmdir()
+
     def _create_and_lock(self) -> None:
         if (self.path / SEARCH_FILE).exists():
             raise ConfigError(
                 f"{self.path}: is a search of lm.search, with its trials; choose another name:"
                 " run_name=NAME"
             )
-        events = [self.path / "training", self.path / "validation"]
         try:
-            for path in (self.path, self.checkpoints, self.traces, *events):
+            for path in (self.path, *self._subdirectories):
                 make_directory(path)
             holder = lock_file(self._lock)
         except OSError as error:

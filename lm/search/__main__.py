@@ -75,11 +75,12 @@ def finish(search: Search, replay: Replay, table: Table) -> int:
 
 
 @oserror_as_config_error
-def open_search(args: argparse.Namespace) -> Search:
-    """Read the experiment file, and save the points of the search."""
+def open_search(args: argparse.Namespace) -> tuple[Search, Devices]:
+    """Read the experiment file, find the devices, and save the points of the search."""
     search = Search(args.file, args.overrides)
+    devices = Devices(search.experiment.slots, args.parallel)
     search.save()
-    return search
+    return search, devices
 
 
 @command
@@ -87,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     open_standard_streams(lossy_stdout=True)
     args = parse_search_arguments(arguments)
-    search = open_search(args)
-    devices = Devices(search.experiment.slots, args.parallel)
+    search, devices = open_search(args)
     table = Table(search.experiment.searcher.metric)
     runner = Runner(search, devices, table)
     runner.install_signals()
