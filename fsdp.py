@@ -93,6 +93,8 @@ class Job:
     run_dir: RunDir | None
     """off the cluster"""
     dry_run: bool = False
+    searcher: Any = None
+    """off the cluster, that section of the experiment file"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,10 +117,13 @@ def read_job(args: Namespace) -> Job:
     hp = config.load_hyperparameters(
         args.config, args.overrides, adapters.model_defaults, experiment
     )
-    run_dir = None
-    if trial is None:
-        run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
-    return Job(hp, trial, run_dir, args.dry_run)
+    if trial is not None:
+        return Job(hp, trial, None, args.dry_run)
+    from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
+
+    run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
+    searcher = strict_yaml.load_experiment(args.config)[0].get("searcher")
+    return Job(hp, None, run_dir, args.dry_run, searcher)
 
 
 def train_together(job: Job, world: World) -> int:
@@ -167,7 +172,9 @@ def execute(
     with world.all_or_none():
         # hp.precision.amp_dtype, where "auto" is the best dtype of the device
         amp_dtype = precision.compute_dtype(job.hp.precision, world.device)
-    run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
+    run = preflight(
+        job.hp, amp_dtype, world, job.trial, job.run_dir, store, job.dry_run, job.searcher
+    )
     # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
     if run.is_complete(store, world):
         return 0

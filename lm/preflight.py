@@ -292,11 +292,15 @@ def preflight(
     run_dir: RunDir | None,
     store: CheckpointStore,
     dry_run: bool = False,
+    searcher: Any = None,
 ) -> ResolvedRun:
     """Find everything that can be wrong, locally on every rank, and agree on it once.
 
     Locks the run directory and starts `store`, or in a dry run writes nothing and prints what the
     run needs.
+
+    Args:
+        searcher: off the cluster, that section of the experiment file.
 
     Raises:
         ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit
@@ -376,8 +380,9 @@ def preflight(
             run_dir=run_dir,
             memory=memory,
         )
-        if run.searcher is not None:
-            check_searcher(run.searcher, hp.tasks, data)
+        checked = run.searcher or Searcher.of_file(searcher, max_steps, validation_rate)
+        if checked is not None:
+            check_searcher(checked, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))
     expected = search_inputs(os.environ)
     if expected is not None:

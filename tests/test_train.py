@@ -111,10 +111,24 @@ def test_epochs_below_0_only_validate_and_generate(tmp_path: Path) -> None:
     assert "training" not in again.stdout
     assert "sample      step 3\nto be" in again.stdout
     run_fsdp(tmp_path, "sample_rate=1", "run_name=other", config=TINY, code=2)  # no text
+    assert not (tmp_path / "runs" / "other").exists()
     assert (
         config.load_hyperparameters(tmp_path / "runs" / "test" / "config.yaml", []).run.max_epochs
         == -1
     )
+
+
+@pytest.mark.parametrize("option", [(), ("--dry-run",)])
+def test_metric_of_the_searcher_that_no_validation_reports_is_refused(
+    option: tuple[str, ...], tmp_path: Path
+) -> None:
+    searcher = {"name": "single", "metric": "validation_loss"}
+    experiment = {"searcher": searcher, "hyperparameters": TINY}
+    (tmp_path / "own.yaml").write_text(json.dumps(experiment))
+    done = run_fsdp(tmp_path, "--config", "own.yaml", *option, code=2)
+    problem = "'validation_loss' is not in the validation reports; did you mean loss?"
+    assert done.stderr == f"searcher.metric: {problem}\n"
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

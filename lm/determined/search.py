@@ -83,6 +83,18 @@ class Searcher:
             validation_rate=validation_rate,
         )
 
+    @classmethod
+    def of_file(cls, section: Any, max_steps: int, validation_rate: int) -> Searcher | None:
+        """Read the metric in the section of an experiment file; None = it has none.
+
+        The rest is for the master, or `lm.search`, to judge.
+        """
+        if not isinstance(section, dict) or not isinstance(section.get("metric"), str):
+            return None
+        larger = section.get("smaller_is_better") is False
+        read = {"name": "single", "metric": section["metric"], "smaller_is_better": not larger}
+        return cls.from_config({"searcher": read}, max_steps, validation_rate)
+
     @property
     def stops_trials(self) -> bool:
         """Whether the searcher can stop a trial before its last step."""
