@@ -900,6 +900,13 @@ def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     assert second.startswith(f"{tmp_path}/b.jsonl:1: no text (text_field)")
 
 
+def test_jsonl_counts_megabytes_of_empty_lines(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "ok"}\n' + b"\n" * (3 << 20) + b"x\n")
+    with pytest.raises(ConfigError, match=f"{file}:{(3 << 20) + 2}: not valid JSON"):
+        JsonlDataset([file], LLAMA, 8)
+
+
 ANSWER = [{"role": "user", "content": "to be\n\nor"}, {"role": "assistant", "content": "not"}]
 LAYOUTS = {
     "sharegpt": {

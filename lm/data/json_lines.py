@@ -65,6 +65,9 @@ def read_raw_lines(path: Path) -> Iterator[RawLine]:
         return
     number = 0
     for block in itertools.chain([first_block], blocks):
+        if block.isspace():  # a small compressed file can have hundreds of millions of lines
+            number += block.count(b"\n")
+            continue
         for line in io.BytesIO(block):
             number += 1
             if line.strip():
