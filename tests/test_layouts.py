@@ -363,7 +363,13 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "flan": ({"inputs": "Q", "targets": "A", "_task_name": "wsc", "_template_idx": 3}, CHAT),
     "xp3": ({"inputs": "Q", "targets": "A"}, CHAT),
     "aya": (
-        {"inputs": "Q", "targets": "A", "language": "Standard Malay", "user_id": "ab12"},
+        {
+            "inputs": "Q",
+            "targets": "A",
+            "language": "Standard Malay",
+            "user_id": "ab12",
+            "author": "J. R. Smith Jr.",
+        },
         CHAT,
     ),
     "coig-cqia": (

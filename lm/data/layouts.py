@@ -75,7 +75,7 @@ _CONTENT_KEY = re.compile(
     re.IGNORECASE,
 )
 """ends keys whose strings are content"""
-_SENTENCE = re.compile(r"\S+\s+\S+\s+\S.*[.!?]")
+_SENTENCE = re.compile(r".+\s[a-z]+\s.+[.!?]")
 _MAX_LABEL_LENGTH = 200
 """characters of the strings of a value that is not content"""
 
