@@ -1,10 +1,11 @@
-"""One rank of a contender of `benchmarks.throughput`: trains on command, measures the time.
+"""One rank of a contender of `benchmarks.throughput` or `.table`: works on command, takes the time.
 
     python -m lm.launch benchmarks/contender.py NAME FILE [key=value ...]
 
 Rank 0 reads a command per line from standard input, and answers each with `MARK` and a line of
-JSON: `run N` trains N steps, `profile N FILE` measures the peak FLOP/s and trains N steps under the
-profiler. The end of the input ends all ranks. The first step needs no command.
+JSON: `run N` takes N steps, `profile N FILE` measures the peak FLOP/s and takes N steps under the
+profiler. The end of the input ends all ranks. The first step needs no command. A step trains, or
+loads a checkpoint, or generates texts.
 """
 
 # torchtitan is no dependency:
@@ -23,7 +24,7 @@ from typing import Any
 
 MARK = "#bench "
 
-if __name__ == "__main__" and sys.argv[1] == "ours":
+if __name__ == "__main__" and sys.argv[1] in ("ours", "load", "load-dcp"):
     import fsdp  # noqa: F401  # sets up the environment before torch is imported
 
 import torch  # noqa: E402
@@ -32,6 +33,7 @@ from torch import nn  # noqa: E402
 
 from lm import config  # noqa: E402
 from lm.data.config import derive_global_batch_size  # noqa: E402
+from lm.hf import adapters  # noqa: E402
 from lm.launch.launch import Launch  # noqa: E402
 from lm.metrics.device import peak_flops, peak_memory_gib  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
@@ -206,9 +208,8 @@ def train_loop(
         optimizer.zero_grad()
 
 
-def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
-    """Train Hugging Face's model of the same shape with FSDP2 and the dtype of `hp`."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def build_of_transformers(hp: config.Hyperparameters) -> Any:
+    """Return Hugging Face's model of the same shape, or of the closest one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lm.hf import config_json
@@ -217,14 +218,18 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     if hp.own_model.positions != "rope":  # the closest family is GPT-2
         near = hp.replace(norm="layernorm", ffn="gelu", bias="all")
     shape = config_json.write_config(near.own_model, "float32", None)
-    shape["use_cache"] = False
     if hp.own_model.ffn == "relu":
         shape["activation_function"] = "relu"
     torch.manual_seed(0)
-    hf_model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**shape), attn_implementation="sdpa"
-    )
-    model = hf_model.to(world.device)
+    built = AutoConfig.for_model(**shape)
+    return AutoModelForCausalLM.from_config(built, attn_implementation="sdpa")
+
+
+def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+    """Train Hugging Face's model of the same shape with FSDP2 and the dtype of `hp`."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = build_of_transformers(hp).to(world.device)
     mesh = world.device_mesh(MeshShape(1, world.size))
     dtype = compute_dtype(hp.precision, world.device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -316,6 +321,114 @@ def _batches(
         step += 1
 
 
+def fine_tune_with_trl(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+    """Train adapters with TRL in one process; a step is `batch_size` records, padded alike."""
+    import datasets
+    import trl
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+
+    class Paced(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            pacer(0)
+
+    datasets.disable_progress_bars()
+    arguments = trl.SFTConfig(
+        output_dir="trl",
+        max_length=hp.model.max_seq_len,
+        per_device_train_batch_size=hp.data.batch_size,
+        learning_rate=hp.optim.lr,
+        max_steps=10**9,
+        gradient_checkpointing=False,
+        ddp_find_unused_parameters=False,
+        bf16=compute_dtype(hp.precision, world.device) is torch.bfloat16,
+        use_cpu=world.device.type == "cpu",
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = trl.SFTTrainer(
+        str(hp.checkpoint.init_from),
+        arguments,
+        train_dataset=datasets.Dataset.from_json(str(hp.data.train_data)),
+        peft_config=LoraConfig(r=hp.lora.lora_rank or 1, target_modules="all-linear"),
+        callbacks=[Paced()],
+    )
+    trainer.train()
+
+
+def load(world: World, hp: config.Hyperparameters, pacer: Pacer, *, with_dcp: bool) -> None:
+    """Load weights and moments: as a run does, which compares checksums, or with PyTorch's DCP."""
+    import torch.distributed.checkpoint as dcp
+
+    import fsdp
+
+    class Loading(fsdp.Trainer):
+        """Saves the initial state, and loads it again and again."""
+
+        def train(self) -> None:
+            state = self.state()
+            of_dcp: dict[str, Any] = dict(state)
+            if with_dcp:
+                dcp.save(of_dcp, checkpoint_id="dcp")
+            else:
+                self.save(wait=True)
+            while True:
+                pacer(0)
+                if with_dcp:
+                    dcp.load(of_dcp, checkpoint_id="dcp")
+                    continue
+                (location,) = self.store.resume_candidates()
+                with self.checkpointer.open(location) as saved:
+                    saved.read_into(state)
+
+    fsdp.Trainer = Loading
+    train_ours(world, hp, pacer)
+
+
+def generate(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+    """Continue `batch_size` prompts by `num_tokens` greedy tokens each."""
+    from lm import sampling
+
+    torch.manual_seed(0)
+    model = Transformer(hp.own_model).to(world.device)
+    prompts = _make_prompts(hp).tolist()
+    while True:
+        pacer(0)
+        steps = sampling.generate_batch(
+            model,
+            prompts,
+            hp.run.num_tokens,
+            device=world.device,
+            seeds=range(len(prompts)),
+            settings=sampling.Sampling(temperature=0),
+        )
+        for _ in steps:
+            pass
+
+
+def generate_with_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+    """Continue as many prompts by as many greedy tokens with transformers."""
+    model = build_of_transformers(hp).to(world.device).eval()
+    prompts = _make_prompts(hp).to(world.device)
+    while True:
+        pacer(0)
+        model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            min_new_tokens=hp.run.num_tokens,
+            max_new_tokens=hp.run.num_tokens,
+            pad_token_id=0,
+        )
+
+
+def _make_prompts(hp: config.Hyperparameters) -> torch.Tensor:
+    """Return prompts of 32 random tokens."""
+    return torch.randint(hp.model.vocab_size, (hp.data.batch_size, 32))
+
+
 TRAINERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = {
     "ours": train_ours,
     "fsdp1-float32": partial(train_fsdp1, dtype=None),
@@ -324,6 +437,11 @@ TRAINERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = {
     "loop-ddp": partial(train_loop, distribute=replicate),
     "transformers": train_transformers,
     "torchtitan": train_torchtitan,
+    "trl": fine_tune_with_trl,
+    "load": partial(load, with_dcp=False),
+    "load-dcp": partial(load, with_dcp=True),
+    "generate": generate,
+    "generate-transformers": generate_with_transformers,
 }
 
 
@@ -331,7 +449,8 @@ def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
     week = 604800.0  # seconds, as a contender waits while others train
-    hp = config.load_hyperparameters(Path(file), overrides).replace(collective_timeout=week)
+    hp = config.load_hyperparameters(Path(file), overrides, adapters.model_defaults)
+    hp = hp.replace(collective_timeout=week)
     with join_world(launch, week) as world:
         TRAINERS[name](world, hp, Pacer(world))
 

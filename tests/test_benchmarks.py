@@ -115,6 +115,20 @@ def test_throughput_measures_ours_and_fsdp1(tmp_path: Path) -> None:
         assert sum(result["shares"][part] for part in SHARES) == pytest.approx(1)
 
 
+@pytest.mark.slow
+def test_table_measures_loading_and_generation_next_to_others() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.table", "--rounds", "1", "--only", "loading", "batch 1"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [row[1] for row in rows] == ["load-dcp", "generate-transformers"], done.stderr
+    assert all(float(row[2].split()[0]) > 0 for row in rows)
+
+
 def sharded(dtype: str | None) -> list[dict[str, Any]]:
     """A point for each strategy, hybrid ones in groups of one rank."""
     points: list[dict[str, Any]] = []
