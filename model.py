@@ -408,7 +408,9 @@ class RouterInputs(NamedTuple):
     bias: Tensor | None
     """`(E,)` float32, of the scores by which experts are chosen; None = 0"""
     is_counted: Tensor | None
-    """`(B, T)`, the tokens that are counted; None = none are, outside of training"""
+    """`(N,)`, the tokens that are counted; None = none are, outside of training"""
+    documents: Tensor | None
+    """`(N,)`, the index of the first token of each token's document; None with `is_counted`"""
 
 
 class Routed(NamedTuple):
@@ -470,7 +472,7 @@ class Experts(nn.Module):
         y = self._feed(tokens, weights, chosen).view_as(x)
         if inputs.is_counted is None:
             return y, None
-        return y, self._count(scores, chosen, inputs.is_counted)
+        return y, self._count(scores, chosen, inputs)
 
     def _choose(self, scores: Tensor, bias: Tensor | None) -> Tensor:
         """Return the experts of each token, `(N, k)`."""
@@ -492,25 +494,28 @@ class Experts(nn.Module):
         y = self.down_proj(hidden, ends)  # N k, D
         return cast(Tensor, SumOverExperts.apply(y, order, positions, k))
 
-    def _count(self, scores: Tensor, chosen: Tensor, is_counted: Tensor) -> Routed:
+    def _count(self, scores: Tensor, chosen: Tensor, inputs: RouterInputs) -> Routed:
         """Return how many tokens each expert has processed, and the balance loss.
 
-        The loss of a sequence of n tokens is the sum over experts of f P, equations 17 to 20. f is
+        The loss of a document of n tokens is the sum over experts of f P, equations 17 to 20. f is
         the fraction of tokens that an expert processes, over k / E, which is even; P is the mean of
-        its part of the scores. Times n, they are summed over sequences.
+        its part of the scores. Times n, they are summed over documents: every token adds its parts
+        times the f of its document, which are sums of integers, exact in any order.
         """
         c = self.config
-        counted = is_counted.float()  # B T
-        is_chosen = torch.zeros_like(scores).scatter(-1, chosen, 1.0)  # N E
-        counts = torch.einsum("bte,bt->be", is_chosen.unflatten(0, counted.shape), counted)
-        loss = counts.new_zeros(())
+        assert inputs.is_counted is not None
+        assert inputs.documents is not None
+        is_counted = inputs.is_counted[:, None].float()  # N 1
+        is_chosen = torch.zeros_like(scores).scatter(-1, chosen, 1.0) * is_counted  # N E
+        loss = scores.new_zeros(())
         if c.router_balance == "sequence":
-            parts = scores / scores.sum(dim=-1, keepdim=True)  # N E
-            part_sums = torch.einsum("bte,bt->be", parts.unflatten(0, counted.shape), counted)
-            n_tokens = counted.sum(dim=-1).clamp(min=1)  # B
-            even = n_tokens * c.experts_per_token / scores.shape[-1]  # tokens of each expert
-            loss = c.balance_rate * (counts * part_sums).sum(dim=-1).div(even).sum()
-        return Routed(loss, counts.long().sum(dim=0))
+            counts = torch.zeros_like(scores).index_add(0, inputs.documents, is_chosen)
+            n_tokens = torch.zeros_like(is_counted).index_add(0, inputs.documents, is_counted)
+            even = n_tokens.clamp(min=1) * c.experts_per_token / scores.shape[-1]
+            f = (counts / even)[inputs.documents]  # N E
+            parts = scores / scores.sum(dim=-1, keepdim=True) * is_counted  # N E
+            loss = c.balance_rate * (f * parts).sum()
+        return Routed(loss, is_chosen.sum(dim=0).long())
 
 
 class BlockOutput(NamedTuple):
@@ -968,10 +973,10 @@ class Transformer(nn.Module):
                 c.sliding_window, len(tokens), indices, document_start, end, use_flex
             )
         inputs = self._attention_inputs(x, position_ids, attention_mask)
-        is_counted = None
-        if self.training and targets is not None and queries is None:
-            is_counted = targets != IGNORE_INDEX
-        router_inputs = self._router_inputs(is_counted, x.device)
+        counted = None
+        if self.training and queries is None:
+            counted = targets
+        router_inputs = self._router_inputs(counted, document_start, x.device)
         routed: list[Routed] = []  # by layer
         for block, router_inputs_here in zip(self.blocks, router_inputs, strict=True):
             x, routed_here = block(x, inputs, cache, router_inputs_here)
@@ -990,15 +995,29 @@ class Transformer(nn.Module):
         return RoutedLoss(output, Routed(torch.stack(losses).sum(), torch.stack(counts)))
 
     def _router_inputs(
-        self, is_counted: Tensor | None, device: torch.device
+        self, targets: Tensor | None, document_start: Tensor | None, device: torch.device
     ) -> Sequence[RouterInputs | None]:
-        """Return the inputs of each layer's router; None = it has none."""
+        """Return the inputs of each layer's router; None = it has none.
+
+        Args:
+            targets: `(B, T)`, whose tokens are counted unless they are ignored; None = none are.
+            document_start: see `find_document_starts`; None = each sequence is one document.
+        """
         if self.config.n_experts is None:
             return [None] * len(self.blocks)
+        is_counted = None
+        documents = None
+        if targets is not None:
+            is_counted = (targets != IGNORE_INDEX).flatten()
+            batch_size, length = targets.shape
+            documents = length * torch.arange(batch_size, device=device)[:, None]  # B 1
+            if document_start is not None:
+                documents = documents + document_start  # B T
+            documents = documents.expand_as(targets).flatten()
         if self.router_bias is None:
-            return [RouterInputs(None, is_counted)] * len(self.blocks)
+            return [RouterInputs(None, is_counted, documents)] * len(self.blocks)
         biases = self.router_bias.to(device)  # with `cpu_offload` it is on the host
-        return [RouterInputs(bias, is_counted) for bias in biases.unbind()]
+        return [RouterInputs(bias, is_counted, documents) for bias in biases.unbind()]
 
     def _attention_inputs(
         self, x: Tensor, position_ids: Tensor, mask: Tensor | BlockMask | None

@@ -288,8 +288,8 @@ class ModelConfig(Config, frozen=True):
         Field(
             "sequence",
             description="what lets experts process as many tokens each: sequence = a loss of each"
-            " sequence, bias = a bias of the scores by which experts are chosen, moved after each"
-            " step (DeepSeek-V3)",
+            " sequence, or of each document that is kept apart in it, bias = a bias of the scores"
+            " by which experts are chosen, moved after each step (DeepSeek-V3)",
         )
     )
     router_balance_rate: Annotated[Logged[float | None], Needs("n_experts")] = Field(

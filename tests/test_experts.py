@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_layer_equals_a_loop_over_tokens(router: str, norm_topk_prob: bool, has_
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 9, TINY["d_model"], dtype=torch.float64, requires_grad=True)
     bias = torch.randn(5) if has_bias else None
-    found, routed = layer(x, RouterInputs(bias, None))
+    found, routed = layer(x, RouterInputs(bias, None, None))
     assert routed is None
     expected = feed_each_token(layer, x, bias)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -146,7 +147,7 @@ def test_layer_equals_a_loop_over_tokens(router: str, norm_topk_prob: bool, has_
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_balance_loss_is_that_of_each_sequence(router: str) -> None:
+def test_balance_loss_is_that_of_each_document(router: str) -> None:
     """Equations 17 to 20 of DeepSeek-V3, over the tokens that have targets."""
     torch.manual_seed(0)
     c = new_config(router=router, router_balance_rate=0.3)
@@ -156,13 +157,16 @@ def test_balance_loss_is_that_of_each_sequence(router: str) -> None:
     is_counted = torch.ones(3, 9, dtype=torch.bool)
     is_counted[1, 4:] = False
     is_counted[2] = False
-    _, routed = layer(x, RouterInputs(None, is_counted))
+    starts = [0, 5, 9, 18]  # the first row is of two documents
+    lengths = torch.tensor([5, 4, 9, 9])
+    documents = torch.repeat_interleave(torch.tensor(starts), lengths)
+    _, routed = layer(x, RouterInputs(None, is_counted.flatten(), documents))
     assert routed is not None
 
     expected = torch.zeros(())
     counts = torch.zeros(5, dtype=torch.int64)
-    for sequence, n_tokens in zip(x, [9, 4, 0], strict=True):
-        logits = layer.router(sequence[:n_tokens])
+    for start, n_tokens in zip(starts, [5, 4, 4, 0], strict=True):
+        logits = layer.router(x.flatten(0, 1)[start : start + n_tokens])
         scores = logits.softmax(-1) if router == "softmax" else logits.sigmoid()
         chosen = scores.topk(2).indices
         counts += chosen.flatten().bincount(minlength=5)
@@ -172,6 +176,31 @@ def test_balance_loss_is_that_of_each_sequence(router: str) -> None:
             expected = expected + n_tokens * 0.3 * f * parts[:, e].mean()
     torch.testing.assert_close(routed.balance_loss, expected)
     assert torch.equal(routed.counts, counts)
+
+
+def test_packed_documents_train_as_separate_ones() -> None:
+    """The loss, its balance and their gradients."""
+    rows = random_tokens()
+    lengths = (6, 8, 2)
+    documents = [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]
+    packed = torch.cat([document[:-1] for document in documents])[None]
+    targets = torch.cat([document[1:] for document in documents])[None]
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    model = new_mixture(router_balance_rate=0.3)
+    separate = [model(each[None, :-1], each[None, 1:]) for each in documents]
+    output = model(packed, targets, ids)
+    parameters = list(model.parameters())
+    for part in ("loss_sum", "routed.balance_loss"):
+        of = attrgetter(part)
+        expected = torch.stack([of(each) for each in separate]).sum()
+        torch.testing.assert_close(of(output), expected)
+        gradients = torch.autograd.grad(
+            of(output), parameters, retain_graph=True, materialize_grads=True
+        )
+        right = torch.autograd.grad(expected, parameters, retain_graph=True, materialize_grads=True)
+        for gradient, expected_gradient in zip(gradients, right, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+    assert torch.equal(output.routed.counts, sum(each.routed.counts for each in separate))
 
 
 def test_only_training_counts() -> None:
