@@ -260,7 +260,8 @@ SCHEMA = _json_schema()
 ModelDefaults = Callable[[str], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
 
-Of adapters, also those of `LoraConfig`. Empty if it is a checkpoint, which has no defaults.
+A plan, which needs no tokenizer, leaves it out. Of adapters, also those of `LoraConfig`. Empty if
+it is a checkpoint, which has no defaults.
 """
 
 
@@ -553,6 +554,8 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
         if not is_set and key != "tokenizer":
             draft.set(key, value, f"init_from: {source}: {key}")
 
+    if "tokenizer" not in defaults:
+        return
     dataset = given.get("dataset", "synthetic")
     tokenizer = given.get("tokenizer")
     its_tokenizer = defaults["tokenizer"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -17,17 +18,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp import build_model
 from lm.config import Hyperparameters
 from lm.data.loader import MicroBatch
+from lm.errors import ConfigError
 from lm.hf.small_config import small_configs
 from lm.hf.weights import examined_config
 from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
-from lm.plan.__main__ import main
+from lm.plan.__main__ import load_hyperparameters, main, parse_plan_arguments
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
-from lm.transformers_model import text_config
+from lm.transformers_model import build_network, read_config, text_config
 from tests.support import REPOSITORY
+from tests.support.hf import complete_values, read_with_model_defaults
 from tests.support.runs import run_fsdp
 
 
@@ -251,6 +254,22 @@ def test_plan_rounds_the_batch_up_for_more_gpus(capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert found["total_batch_size"] == 32
     assert found["peak"] == sum(found["memory"].values())
+
+
+@pytest.mark.usefixtures("shared_cache")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_plan_needs_no_file_but_config_json(kind: str, tmp_path: Path) -> None:
+    """Neither weights nor a tokenizer nor the data; a run is refused."""
+    values = complete_values(kind)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    settings = {"init_from": str(tmp_path), "dataset": "jsonl", "train_data": "chat.jsonl"}
+    (tmp_path / "chat.yaml").write_text(yaml.safe_dump({"hyperparameters": settings}))
+    arguments = ["--config", str(tmp_path / "chat.yaml"), "lora_rank=2"]
+    hp = load_hyperparameters(parse_plan_arguments(arguments))
+    network = build_network(read_config(values))
+    assert hp.model.n_parameters == sum(p.numel() for p in network.parameters())
+    with pytest.raises(ConfigError, match=r"needs model\.safetensors"):
+        read_with_model_defaults(settings)
 
 
 def test_plan_that_does_not_fit_says_what_settings_need(

@@ -251,13 +251,13 @@ def _find_missing(sources: Mapping[str, Source], config: LoraConfig, model: Stru
     return [f"{name}: missing" for name in lora.trained_parameters(adapted) if name not in sources]
 
 
-def model_defaults(init_from: str) -> dict[str, Any]:
+def model_defaults(init_from: str, *, needs_weights: bool = True) -> dict[str, Any]:
     """Return the hyperparameters that a model sets, or adapters and their base.
 
     See `weights.model_defaults`. The tokenizer is that of the adapters, if they have one.
     """
     if not is_adapter(init_from):
-        return weights.model_defaults(init_from)
+        return weights.model_defaults(init_from, needs_weights=needs_weights)
     values = weights.model_defaults(base_of(init_from))
     values |= open_adapters(Path(init_from)).config.model_dump(mode="json")
     if Path(init_from, tokenizer.TOKENIZER_JSON).is_file():

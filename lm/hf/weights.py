@@ -153,17 +153,20 @@ class Structure(NamedTuple):
     """None = it is computed by its class in transformers"""
 
 
-def read_structure(source: str) -> Structure:
+def read_structure(source: str, *, needs_weights: bool = True) -> Structure:
     """Read the structure of the Hugging Face model `source`.
 
     The weights of a model on the Hub are downloaded, and their tensors checked, where they are
     loaded; those of a directory are checked.
 
+    Args:
+        needs_weights: whether a directory must have weights; else its config.json alone is read.
+
     Raises:
         ConfigError: it cannot be downloaded, see `open_model`, `open_conversion` and `examine`.
     """
     structure = _read_structure(find_source(source, _STRUCTURE_FILES))
-    if Path(source).is_dir():
+    if needs_weights and Path(source).is_dir():
         if structure.family is None:
             open_conversion(structure.directory)
         else:
@@ -234,14 +237,18 @@ DEFAULT_LENGTH = 2048
 """tokens of models that do not limit them"""
 
 
-def model_defaults(source: str) -> dict[str, Any]:
+def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]:
     """Return the hyperparameters that the model `source` sets, {} if it is not on this disk.
+
+    Args:
+        needs_weights: see `read_structure`. If not, a tokenizer may be missing, too, and is left
+            out.
 
     Raises:
         ConfigError: it cannot be downloaded, see `open_model`, or its tokenizer does not fit it.
     """
     if is_model(source):
-        directory, config, _ = read_structure(source)
+        directory, config, _ = read_structure(source, needs_weights=needs_weights)
         its_tokenizer = None
         if load_model_tokenizer(directory, config) is not None:
             its_tokenizer = str(directory)
@@ -262,7 +269,9 @@ def model_defaults(source: str) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     if values.get("model") is None:
         values.pop("model", None)
-    return values | {"tokenizer": its_tokenizer}
+    if needs_weights or its_tokenizer is not None:
+        values["tokenizer"] = its_tokenizer
+    return values
 
 
 def load_model_tokenizer(directory: Path, config: AnyModelConfig) -> Tokenizer | None:

@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -114,7 +115,8 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
         return hp
     is_on_hub = hp.own_model.model is None and weights.is_model(hp.checkpoint.init_from)
     if Path(hp.checkpoint.init_from).exists() or is_on_hub:
-        return config.load_hyperparameters(args.config, args.overrides, adapters.model_defaults)
+        defaults = partial(adapters.model_defaults, needs_weights=False)
+        return config.load_hyperparameters(args.config, args.overrides, defaults)
     if hp.own_model.model is None:
         problem = f"init_from: {hp.checkpoint.init_from} does not exist"
         raise ConfigError(f"{problem}; {_advise_preset(hp.checkpoint.init_from)}")
