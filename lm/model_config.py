@@ -318,12 +318,12 @@ class ModelConfig(Config, frozen=True):
             problem = f"{values['model']} is no preset any more, as transformers computes it"
             raise ValueError(f"model: {problem}; {USE_INIT_FROM}, and remove model")
         if values["model"] not in PRESETS:
-            choices = f"available: {', '.join(PRESETS)}"
+            hint = "python -m lm.config --presets lists all"
             nearest = difflib.get_close_matches(values["model"], PRESETS)
             if nearest:
-                names = ", ".join(nearest)
-                choices = f"the nearest are {names}; python -m lm.config --presets lists all"
-            raise ValueError(f"model: unknown preset {values['model']!r}; {choices}")
+                hint = f"the nearest are {', '.join(nearest)}; {hint}"
+            remedy = f"for models that transformers computes, {USE_INIT_FROM}"
+            raise ValueError(f"model: unknown preset {values['model']!r}; {hint}; {remedy}")
         return PRESETS[values["model"]] | values
 
     @field_validator("vocab_size", mode="before", json_schema_input_type=VocabSize | None)

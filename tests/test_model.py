@@ -169,7 +169,9 @@ def test_preset_of_an_earlier_version_is_refused_with_what_replaces_it() -> None
 
 
 def test_preset_that_is_unknown_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValidationError, match=r"model: .*'llama9'; the nearest are llama3-8b"):
+    with pytest.raises(
+        ValidationError, match=r"model: .*'llama9'; the nearest are llama3-8b.* set init_from"
+    ):
         ModelConfig.model_validate({"model": "llama9"})
 
 
