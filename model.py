@@ -385,13 +385,13 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers with ReLU or GELU between them, or SwiGLU (Shazeer, 2020)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, prefix: Literal["", "shared_"] = "") -> None:
         super().__init__()
         self.kind = config.ffn
         if config.ffn == "swiglu":
-            self.gate_proj = make_linear(config, "gate_proj")
-        self.up_proj = make_linear(config, "up_proj")
-        self.down_proj = make_linear(config, "down_proj")
+            self.gate_proj = make_linear(config, f"{prefix}gate_proj")
+        self.up_proj = make_linear(config, f"{prefix}up_proj")
+        self.down_proj = make_linear(config, f"{prefix}down_proj")
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         if self.kind == "swiglu":
@@ -444,6 +444,7 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """SwiGLU networks, of which a router chooses k for each token (Shazeer et al., 2017).
 
+    Shared experts process every token next to these (Dai et al., DeepSeekMoE, 2024).
     No token is dropped, whatever the router chooses. That experts process as many tokens each is
     the aim of one of two methods of DeepSeek-V3 (2024), section 2.1.2. Both give the same result
     on any number of ranks and with any micro-batches, which a loss of the tokens of a micro-batch,
@@ -457,6 +458,9 @@ class Experts(nn.Module):
         self.gate_proj = ExpertLinear(config, "gate_proj")
         self.up_proj = ExpertLinear(config, "up_proj")
         self.down_proj = ExpertLinear(config, "down_proj")
+        self.shared = None
+        if config.n_shared_experts is not None:
+            self.shared = FeedForward(config, "shared_")
 
     def forward(self, x: Tensor, inputs: RouterInputs) -> tuple[Tensor, Routed | None]:
         """Return the sum of the outputs of each token's experts, `(B, T, D)`."""
@@ -470,6 +474,8 @@ class Experts(nn.Module):
         if c.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         y = self._feed(tokens, weights, chosen).view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
         if inputs.is_counted is None:
             return y, None
         return y, self._count(scores, chosen, inputs)

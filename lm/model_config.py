@@ -22,6 +22,7 @@ from lm.presets import FORMER_PRESETS, PRESETS
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
 """of a width"""
+MAX_SHARED_EXPERTS = 8
 IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 
@@ -274,6 +275,14 @@ class ModelConfig(Config, frozen=True):
         description="experts that process a token",
         json_schema_extra={"aliases": ["num_experts_per_tok"]},
     )
+    n_shared_experts: Annotated[Fixed[int | None], Needs("n_experts")] = Field(
+        None,
+        gt=0,
+        le=MAX_SHARED_EXPERTS,
+        description="experts that process every token, next to those that a router chooses"
+        " (DeepSeek-V3: 1); null = none",
+        json_schema_extra={"aliases": ["num_shared_experts"]},
+    )
     router: Annotated[Fixed[Literal["softmax", "sigmoid"]], Needs("n_experts")] = Field(
         "softmax",
         description="how scores follow from the router's logits: softmax (OLMoE, Qwen3), or sigmoid"
@@ -441,9 +450,14 @@ class ModelConfig(Config, frozen=True):
         q = self.n_heads * self.head_width
         kv = self.kv_heads * self.head_width
         shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
-        if self.n_experts is not None:
-            return shapes | {"router": (self.n_experts, d)}
-        return shapes | self.ffn_shapes
+        if self.n_experts is None:
+            return shapes | self.ffn_shapes
+        shapes["router"] = (self.n_experts, d)
+        if self.n_shared_experts is not None:  # one network, as wide as all of them
+            width = self.n_shared_experts * self.ffn_width
+            shapes |= {"shared_gate_proj": (width, d), "shared_up_proj": (width, d)}
+            shapes["shared_down_proj"] = (d, width)
+        return shapes
 
     @property
     def ffn_shapes(self) -> dict[str, tuple[int, int]]:

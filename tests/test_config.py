@@ -655,6 +655,7 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "eval_limit": (10, {"eval_tasks": ["x"]}),
     "torch_profiler_steps": ([0, 1, 3], {"torch_profiler": True}),
     "experts_per_token": (1, {"n_experts": 2}),
+    "n_shared_experts": (1, {"n_experts": 2}),
     "router": ("sigmoid", {"n_experts": 2}),
     "norm_topk_prob": (False, {"n_experts": 2}),
     "router_balance": ("none", {"n_experts": 2}),

@@ -104,6 +104,15 @@ def test_grouped_mm_equals_a_loop(dtype: str, inner: int, out: int) -> None:
 # ---- the layer
 
 
+def shared_experts(layer: Experts) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The matrices of each of them, which `layer` computes as one network."""
+    n, shared = layer.config.n_shared_experts, layer.shared
+    if n is None or shared is None:
+        return []
+    gates, ups = (each.weight.chunk(n) for each in (shared.gate_proj, shared.up_proj))
+    return list(zip(gates, ups, shared.down_proj.weight.chunk(n, dim=1), strict=True))
+
+
 def feed_each_token(layer: Experts, x: Tensor, bias: Tensor | None) -> Tensor:
     """The output of `layer` for `x` `(B, T, D)`, a token at a time."""
     c = layer.config
@@ -120,16 +129,21 @@ def feed_each_token(layer: Experts, x: Tensor, bias: Tensor | None) -> Tensor:
             up = layer.up_proj.weight[e] @ token
             expert_output = layer.down_proj.weight[e] @ (F.silu(gate) * up)
             output = output + its_scores[e] / total * expert_output
+        for gate, up, down in shared_experts(layer):
+            output = output + down @ (F.silu(gate @ token) * (up @ token))
         outputs.append(output)
     return torch.stack(outputs).view_as(x)
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_layer_equals_a_loop_over_tokens(router: str, norm_topk_prob: bool, has_bias: bool) -> None:
+@pytest.mark.parametrize(("has_bias", "n_shared"), [(True, 2), (False, 1), (False, None)])
+def test_layer_equals_a_loop_over_tokens(
+    router: str, norm_topk_prob: bool, has_bias: bool, n_shared: int | None
+) -> None:
     torch.manual_seed(0)
-    layer = Experts(new_config(router=router, norm_topk_prob=norm_topk_prob)).double()
+    options = {"router": router, "norm_topk_prob": norm_topk_prob, "n_shared_experts": n_shared}
+    layer = Experts(new_config(**options)).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 9, TINY["d_model"], dtype=torch.float64, requires_grad=True)
@@ -387,7 +401,7 @@ def test_cached_generation_equals_the_full_forward_pass() -> None:
 
 
 def test_flops_are_those_of_the_experts_of_a_token() -> None:
-    c = new_config(router_balance="none")
+    c = new_config(router_balance="none", n_shared_experts=2)
     model = Transformer(c).eval()  # in training, the products that count tokens are counted, too
     parallelize.initialize_parameters(model, seed=7)
     if torch.ops.lm.grouped_mm not in FlopCounterMode(display=False).flop_registry:
@@ -409,9 +423,9 @@ def test_flops_are_those_of_the_experts_of_a_token() -> None:
 
 
 def test_active_parameters_are_those_of_the_experts_of_a_token() -> None:
-    c = new_config(experts_per_token=2)
+    c = new_config(n_shared_experts=2)
     assert c.n_parameters == sum(p.numel() for p in Transformer(c).parameters())
-    as_dense = new_config(n_experts=2, experts_per_token=2)
+    as_dense = new_config(n_experts=2, n_shared_experts=2)
     n_router_rows = c.n_layers * (5 - 2) * c.d_model
     assert c.n_active_parameters == as_dense.n_parameters + n_router_rows
     assert as_dense.n_active_parameters == as_dense.n_parameters
@@ -419,7 +433,9 @@ def test_active_parameters_are_those_of_the_experts_of_a_token() -> None:
 
 # ---- runs
 
-BALANCED = PARITY_RUN | MIXTURE | {"n_experts": 3, "router_balance_rate": 0.1}
+BALANCED = (
+    PARITY_RUN | MIXTURE | {"n_experts": 3, "n_shared_experts": 1, "router_balance_rate": 0.1}
+)
 RUNS: dict[str, dict[str, Any]] = {
     **{name: EQUIVALENT_OPTIONS[name] for name in (*STRATEGIES, "1x4", "recompute")},
     "offload": EQUIVALENT_OPTIONS["offload"],
@@ -500,6 +516,12 @@ def test_bias_is_equal_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
 EXPORTED: dict[str, dict[str, Any]] = {
     **FAMILIES,
     "minimax_m2": {"qk_norm": "projection", "router": "sigmoid", "router_balance": "bias"},
+    "dots1": {
+        "qk_norm": "head",
+        "router": "sigmoid",
+        "router_balance": "bias",
+        "n_shared_experts": 2,
+    },
 }
 
 
@@ -522,8 +544,9 @@ def test_export_computes_in_transformers_what_was_trained(model_type: str, tmp_p
     examined = examined_config(raw).examined  # to be fine-tuned
     assert examined.full_recomputation
     assert examined.selective_recomputation
-    if model_type == "minimax_m2":
-        biases = [layer.mlp.e_score_correction_bias for layer in network.model.layers]
+    if model.config.router_balance == "bias":
+        buffers = dict(network.named_buffers())
+        biases = [buffers[name] for name in buffers if name.endswith("e_score_correction_bias")]
         assert torch.equal(torch.stack(biases), read_bias(tmp_path, 3))
 
 
@@ -557,6 +580,7 @@ def test_mixture_without_a_counterpart_is_refused() -> None:
         ({"bias": "all"}, "bias"),
         ({"router_balance": "none", "router_balance_rate": 0.1}, "router_balance_rate"),
         ({"n_experts": None, "experts_per_token": 3}, "experts_per_token"),
+        ({"n_experts": None, "n_shared_experts": 1}, "n_shared_experts"),
         ({"float8": "tensorwise"}, "float8"),
         ({"base_width": 16}, "base_width"),
         ({"base_depth": 1}, "base_depth"),

@@ -246,6 +246,7 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
         "n_kv_heads": (None, config.n_heads),
         "head_dim": (None, config.d_model // config.n_heads),
         "sliding_window": (None,),
+        "n_shared_experts": (None,),
     }
     supported |= {key: values for key, values in if_no_key.items() if key not in family.keys}
     errors: list[ConfigError] = []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lm.model_config import ModelConfig
+from lm.model_config import MAX_SHARED_EXPERTS, ModelConfig
 from lm.presets import PRESETS
 from model import Transformer
 
@@ -311,7 +311,39 @@ MINIMAX_M2 = replace(
     },
     router_bias="model.layers.{}.block_sparse_moe.e_score_correction_bias",
 )
-MIXTURES = {family.model_type: family for family in (OLMOE, QWEN3_MOE, MINIMAX_M2)}
+DOTS1 = replace(
+    QWEN3_MOE,
+    model_type="dots1",
+    class_name="Dots1ForCausalLM",
+    keys={
+        **QWEN3_MOE.keys,
+        "n_experts": "n_routed_experts",
+        "n_shared_experts": "n_shared_experts",
+    },
+    supported={
+        **QWEN3_MOE.supported,
+        "n_shared_experts": tuple(range(1, MAX_SHARED_EXPERTS + 1)),
+        "router": ("sigmoid",),
+        "router_balance": ("bias", "none", "sequence"),
+    },
+    required={
+        **LLAMA.required,
+        "attention_bias": (False,),
+        "first_k_dense_replace": (0,),
+        "n_group": (1,),
+        "topk_group": (1,),
+        "routed_scaling_factor": (1.0,),
+        "sliding_window": (None,),
+    },
+    modules={
+        **QWEN3_MOE.modules,
+        "blocks.ffn.shared.gate_proj": "model.layers.{}.mlp.shared_experts.gate_proj",
+        "blocks.ffn.shared.up_proj": "model.layers.{}.mlp.shared_experts.up_proj",
+        "blocks.ffn.shared.down_proj": "model.layers.{}.mlp.shared_experts.down_proj",
+    },
+    router_bias="model.layers.{}.mlp.gate.e_score_correction_bias",
+)
+MIXTURES = {family.model_type: family for family in (OLMOE, QWEN3_MOE, MINIMAX_M2, DOTS1)}
 """Families that are only written: transformers computes what is read."""
 FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2)}
 
