@@ -204,34 +204,43 @@ def _differentiate_rule(
         if i > 0:
             carried = chunks.across[i] * d_after[i] - reads[i].mT @ d_news[i]
             d_after[i - 1] = d_states[i] + carried
+    del reads, scores, d_states  # what follows takes their memory
 
     # O = a Q S + (Q K^T D) N
     d_scores = d_output @ news.mT * decay
     d_read = d_output @ states.mT
+    del d_output
     d_query = chunks.from_before * d_read + d_scores @ k
     d_key = d_scores.mT @ q
     d_from_before = (d_read * q).sum(dim=-1, keepdim=True)
     d_decay = d_scores * (q @ k.mT)  # times D, as all of it
+    del d_read, d_scores
 
     # (I + tril(beta K K^T D, -1)) N = beta (V - a K S)
     d_right = inverse.mT @ d_news
+    del inverse, d_news
     d_system = -(d_right @ news.mT).tril(-1) * decay
     d_gram = chunks.beta * d_system
     d_key += (d_gram + d_gram.mT) @ k
     d_decay += d_gram * gram
+    d_beta = (d_system * gram).sum(dim=-1, keepdim=True)
+    del d_gram, d_system, gram
     known = k @ states
     d_value = chunks.beta * d_right
     d_known = chunks.from_before * d_value
     d_key -= d_known @ states.mT
+    del d_known
     d_from_before -= (d_value * known).sum(dim=-1, keepdim=True)
-    d_beta = (d_right * (chunks.value - chunks.from_before * known)).sum(dim=-1, keepdim=True)
-    d_beta += (d_system * gram).sum(dim=-1, keepdim=True)
+    known *= chunks.from_before
+    d_beta += (d_right * (chunks.value - known)).sum(dim=-1, keepdim=True)
+    del d_right, known
 
     # S' = w S + K^T e N
     d_end_key = news @ d_after.mT
     d_key += chunks.to_end * d_end_key
     d_to_end = (d_end_key * k).sum(dim=-1, keepdim=True) * chunks.to_end
     d_across = (states * d_after).sum(dim=(-2, -1), keepdim=True) * chunks.across
+    del d_after, d_end_key, news, states
 
     # The sums of g, by all that is an exponential of them; then g.
     d_sums = d_decay.sum(dim=-1, keepdim=True) - d_decay.sum(dim=-2)[..., None]

@@ -136,4 +136,6 @@ def test_plans_count_what_exists_while_the_rule_computes() -> None:
     events = results.kineto_results.events()
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
     peak = max(itertools.accumulate(changes))
-    assert device_bytes(live.peaks["step"]) - before == pytest.approx(peak, rel=0.01)
+    needed = device_bytes(live.peaks["step"]) - before
+    assert needed == pytest.approx(peak, rel=0.01)
+    assert needed < 7.5 * before  # not all that backward computes exists at once
