@@ -47,6 +47,12 @@ DENSE = {
     "smollm3": GROUPED | {"model_type": "smollm3", "no_rope_layers": [1, 0]},
 }
 """Dense models with options that model.py does not have."""
+OF_EXPERTS = GROUPED | {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2}
+MIXTURES = {
+    kind: OF_EXPERTS | {"model_type": kind}
+    for kind in ("gpt_oss", "granitemoe", "mixtral", "olmoe")
+}
+"""Experts interleaved, fused, and one by one with two sets of names."""
 
 
 def save_model(raw: Mapping[str, Any], directory: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -71,9 +77,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("kind", KINDS | DENSE)
+@pytest.mark.parametrize("kind", KINDS | DENSE | MIXTURES)
 def test_read_equals_transformers_and_export_equals_the_source(kind: str, tmp_path: Path) -> None:
-    model = save_model((KINDS | DENSE)[kind], tmp_path / "source")
+    model = save_model((KINDS | DENSE | MIXTURES)[kind], tmp_path / "source")
     conversion = open_conversion(tmp_path / "source")
     network = read_network(conversion)
     torch.testing.assert_close(text_logits(network), text_logits(model), rtol=0, atol=0)

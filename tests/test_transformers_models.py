@@ -53,6 +53,7 @@ WIDE = {"intermediate_size": 128}
 KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "gpt_oss", "qwen3_5_text")
 """convolutions, layers that share keys, scaled queries, latent experts, masks without positions,
 linear attention"""
+HYBRID_MIXTURE = "qwen3_5_moe_text"
 DENSE = ("gemma3_text", "glm4", "granite", "olmo3", "phi3", "smollm3")
 """windows in some layers, half of a head rotated, multipliers, windows in some layers, matrices
 that are several, layers without positions"""
@@ -96,6 +97,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     for kind in (*KINDS, "phi3", LEAKY):
         save_model(kind, folder / kind)
+    save_model(HYBRID_MIXTURE, folder / HYBRID_MIXTURE, {"num_experts": 3})
     for kind in ("ministral3", "qwen3_5_text", "gpt_oss"):
         save_model(kind, folder / f"{kind}-wide", WIDE)
     save_wrapper(folder / "wrapper")
@@ -127,13 +129,16 @@ def reference_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, HYBRID_MIXTURE])
 def test_models_of_transformers_train_as_in_a_plain_loop(
     kind: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
+    """A mixture also on more ranks than experts."""
     hyperparameters = settings(models[kind])
     expected = reference_losses(models[kind], hyperparameters)
     runs = {1: {"sharding": "no-shard"}, 2: {"sharding": "full-shard", "batch_size": 1}}
+    if kind == HYBRID_MIXTURE:
+        runs = {2: runs[2], 4: runs[2]}
     for ranks, changes in runs.items():
         folder = tmp_path / str(ranks)
         done = run_fsdp(folder, ranks=ranks, config=hyperparameters | changes, code=0)
@@ -472,7 +477,7 @@ def test_muon_trains_a_model_of_transformers_as_in_a_plain_loop(
 
 
 def test_generation_is_that_of_transformers(models: dict[str, Path]) -> None:
-    for kind in ("lfm2", "gemma4_text"):
+    for kind in ("lfm2", "gemma4_text", "qwen3_5_text", "gpt_oss"):
         model, _ = open_model(models[kind])
         reference = load_reference(models[kind]).eval()
         prompt = [5, 17, 40]
