@@ -224,6 +224,7 @@ class ModelConfig(Config, frozen=True):
         le=2**24,
         description="feed-forward width, of each expert with n_experts; null = 4 d_model, or"
         " Llama's rule with a gate",
+        json_schema_extra={"aliases": ["intermediate_size", "moe_intermediate_size", "expert_ff"]},
     )
     norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field(
         "layernorm", description="normalization of sublayers and output"
