@@ -333,6 +333,15 @@ def test_run_on_a_file_system_that_cannot_save_is_refused(tmp_path: Path, librar
     assert not (tmp_path / "runs").exists()
 
 
+def test_directory_of_a_run_that_has_started_stays() -> None:
+    run_dir = RunDir("started")
+    run_dir.remove_unused()  # which it has not locked
+    in_world(run_dir.lock)
+    run_dir.start({}, {"step": 0})
+    run_dir.remove_unused()
+    assert run_dir.checkpoints.is_dir()
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o2777])
 def test_mount_writable_by_all_is_one_warning(
     mode: int, capsys: pytest.CaptureFixture[str]

@@ -127,8 +127,8 @@ class RunDir:
                 self.traces.mkdir(parents=True, exist_ok=True)
 
     def remove_unused(self) -> None:
-        """Remove what `lock` has created if this process holds the lock, and nothing was added."""
-        if self._lock.absolute() not in _locks:
+        """Remove what `lock` has created if this process holds the lock, and no run has started."""
+        if self._lock.absolute() not in _locks or self.config.exists():
             return
         with suppress(OSError):  # other files are there
             for path in self._subdirectories:
