@@ -482,6 +482,12 @@ NOISE = os.urandom(4000)
         ("a.txt", "Größe ".encode() + b"\xff", "text", ": byte 8"),
         ("a.txt", b"to be, or not to be\n" * 200_000 + b"\xe9t\xe9", "text", ": byte 4000000"),
         ("a.txt.gz", gzip.compress(b"to \xff"), "text", ": byte 3"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"text\na\n" + bytes([10]) * 4_000_000),
+            "text",
+            ": 1,048,576 bytes of empty lines from byte 1048576",
+        ),
         ("a.parquet", b"not Parquet", "text", ": "),
         ("a.parquet", TABLE, "text", ": row 2: 'text'"),
         ("a.parquet", TABLE, "n", ": row 1: 'n'"),

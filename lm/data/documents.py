@@ -35,6 +35,8 @@ _LIBRARY_FORMATS = ("parquet", "arrow")
 """formats that the `datasets` library reads"""
 _READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
 """formats that are also read from .gz and .zst files"""
+_MOST_EMPTY_LINES = 1 << 16
+"""Bytes of a table in a row. A compressed file of 1 MB can have 200 MB, which take half a minute."""
 _PARQUET_BATCH_ROWS = 1024
 """With the default of `datasets`, a file without rows is an error."""
 
@@ -172,6 +174,9 @@ def _read_fields(
 def _read_text_lines(path: Path) -> Iterator[str]:
     offset = 0
     for block in read_line_blocks(path):
+        if len(block) >= _MOST_EMPTY_LINES and not block.strip():
+            problem = f"{len(block):,} bytes of empty lines from byte {offset}"
+            raise ConfigError(f"{path}: {problem}; delete them")
         yield from io.StringIO(decode_utf8(path, block, offset))
         offset += len(block)
 
