@@ -65,7 +65,7 @@ def make_rows(folder: Path) -> list[Row]:
     chats = _write_chats(folder)
     step = "a step of quickstart.yaml"
     rows = [
-        Row(f"{step}, sharded", "ours", "loop-fsdp2", quickstart, plain, n_ranks, 20),
+        Row(f"{step}, sharded", "ours", "loop-fsdp2", quickstart, plain, n_ranks, 10),
         Row(
             f"{step}, replicated",
             "ours+sharding=no-shard",
@@ -73,7 +73,7 @@ def make_rows(folder: Path) -> list[Row]:
             quickstart,
             plain,
             n_ranks,
-            20,
+            10,
         ),
         Row("a step of config.yaml", "ours", "transformers", shipped, (), n_ranks),
         Row("the same, compiled", "ours+compile=true", "fsdp1-float32", shipped, (), n_ranks),
@@ -171,7 +171,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="rows with one of these words")
     args = parser.parse_args()
     print("| work | next to | times as fast | s | their s |", "|---|---|---|---|---|", sep="\n")
