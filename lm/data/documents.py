@@ -36,7 +36,7 @@ _LIBRARY_FORMATS = ("parquet", "arrow")
 _READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
 """formats that are also read from .gz and .zst files"""
 _MOST_EMPTY_LINES = 1 << 16
-"""Bytes of a table in a row. A compressed file of 1 MB can have 200 MB, which take half a minute."""
+"""Bytes of a table in a row. A compressed file of 1 MB can have 200 MB, which take 30 s."""
 _PARQUET_BATCH_ROWS = 1024
 """With the default of `datasets`, a file without rows is an error."""
 
