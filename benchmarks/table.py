@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,16 +146,16 @@ def _records_per_sequence(file: Path) -> float:
 def measure(row: Row, n_rounds: int) -> Times:
     """Measure a row; the first round, of both, is not counted."""
     times = Times()
-    ours = Contender(row.ours, row.file, row.settings, row.n_ranks)
-    theirs = Contender(row.theirs, row.file, row.settings, row.n_ranks)
-    for turn in range(n_rounds + 1):
-        for contender, its_times in ((ours, times.ours), (theirs, times.theirs)):
-            answer = contender.command("run", row.n_steps)
-            if turn > 0:
-                its_times.append(answer["seconds"] / answer["steps"])
+    with (
+        closing(Contender(row.ours, row.file, row.settings, row.n_ranks)) as ours,
+        closing(Contender(row.theirs, row.file, row.settings, row.n_ranks)) as theirs,
+    ):
+        for turn in range(n_rounds + 1):
+            for contender, its_times in ((ours, times.ours), (theirs, times.theirs)):
+                answer = contender.command("run", row.n_steps)
+                if turn > 0:
+                    its_times.append(answer["seconds"] / answer["steps"])
     times.ours = [seconds / row.share for seconds in times.ours]
-    ours.close()
-    theirs.close()
     return times
 
 

@@ -124,6 +124,8 @@ class Contender:
         with suppress(BrokenPipeError):  # already exited
             self._process.stdin.close()
         self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         self._errors.close()
         self.directory.cleanup()
 

@@ -19,6 +19,7 @@ import torch
 from benchmarks.common import SHARES, STEP, compute_shares
 from benchmarks.curves import compute_deviations
 from benchmarks.sharding import PARTS, STRATEGIES, count_gathered_bytes, run_ranks
+from benchmarks.table import Row, measure
 from lm.config import Hyperparameters
 from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
@@ -116,17 +117,15 @@ def test_throughput_measures_ours_and_fsdp1(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_table_measures_loading_and_generation_next_to_others() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.table", "--rounds", "1", "--only", "loading", "batch 1"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
-    assert [row[1] for row in rows] == ["load-dcp", "generate-transformers"], done.stderr
-    assert all(float(row[2].split()[0]) > 0 for row in rows)
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("load", "load-dcp"), ("generate", "generate-transformers")]
+)
+def test_work_is_measured_next_to_others(ours: str, theirs: str, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(json.dumps({"hyperparameters": TINY | {"num_tokens": 3, "max_seq_len": 64}}))
+    times = measure(Row("work", ours, theirs, file), n_rounds=2)
+    assert len(times.ours) == len(times.theirs) == 2
+    assert min(times.ours + times.theirs) > 0
 
 
 def sharded(dtype: str | None) -> list[dict[str, Any]]:
