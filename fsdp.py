@@ -131,7 +131,9 @@ def train_together(job: Job, world: World) -> int:
 
     Errors of PyTorch, e.g. out of memory or a lost rank, arrive here as RunErrors that say what to
     do: `world` and `watchdog` replace them. Any other exception is a bug, and ends the process with
-    a traceback.
+    a traceback. A rank that waits in a collective for longer than `collective_timeout` ends, and
+    names the rank that hangs, which prints its stacks; one that loses a rank that has failed
+    ends with the error of that rank. Nothing is saved then: a restart resumes.
     """
     watchdog = Watchdog(world.store, world.rank, world.size, job.hp.run.collective_timeout)
     checkpoint_storage = None
@@ -211,20 +213,21 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
             # Embeddings already have this dtype, and the rotary angles have to stay float32.
             cast_forward_inputs=False,
         ),
+        # True with sharding: full-shard or hybrid-full-shard, which gather again for backward.
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # The model's unit holds what is in no other: in none of the embedding, the blocks and the head,
-    # and not what transformers keeps in float32 inside of blocks, which is a unit around them. From
-    # the outside in, as FSDP does not look into a module that already is a unit.
+    # The units are the embedding, each block and the head; one around all blocks, of what a class
+    # of transformers keeps in float32 in them; and the model, of the rest. From the outside in, as
+    # FSDP does not look into a module that already is a unit.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     in_float32 = kept_in_float32(model, amp_dtype)
     fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
     parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    in_float32 = kept_in_float32(model, amp_dtype)  # now DTensors
+    sharded_in_float32 = kept_in_float32(model, amp_dtype)
     for unit in units:
-        fully_shard(unit, **fsdp_options, ignored_params=in_float32)
+        fully_shard(unit, **fsdp_options, ignored_params=sharded_in_float32)
     parallelize.tune_gathers(model, hp.precision.float8)
     model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
     return model
@@ -282,7 +285,7 @@ class Trainer:
         self.accumulator = MetricsAccumulator(
             world.device, world, hp.training_flops_per_token, peak, self.objective.statistics
         )
-        self.signals = PreemptionSignals(world.rank)
+        self.signals = PreemptionSignals(world.rank)  # SIGTERM, SIGINT, SIGUSR2, SIGHUP
         self.search_stop = SearchStop(
             run.searcher,
             context.train,
@@ -302,7 +305,11 @@ class Trainer:
         }
 
     def resume(self) -> None:
-        """Load pretrained weights and the checkpoint, if any, and start the run's files."""
+        """Load pretrained weights and the checkpoint, if any, and start the run's files.
+
+        No rank ever holds the whole model. A checkpoint whose files do not match their checksums is
+        skipped, and the next one is loaded; if all are damaged, the run is refused.
+        """
         run = self.run
         if run.trains:
             host_bytes = self.checkpointer.allocate(self.state())
@@ -352,7 +359,8 @@ class Trainer:
                 profilers.enter_context(profiling.record_memory(snapshot))
             if switches.torch_profiler:
                 torch_profiler = profiling.torch_profiler(
-                    switches.torch_profiler_steps,  # to wait, to warm up, to trace
+                    # to wait, to warm up and to trace: once, from the resumed step on
+                    switches.torch_profiler_steps,
                     traces,
                     self.world.rank,
                     self.run.max_steps - self.step,
@@ -467,6 +475,7 @@ class Trainer:
         self.balance.start_step()
         for micro_batch in batch.micro_batches:
             is_last = micro_batch is batch.micro_batches[-1]
+            # FSDP reduces gradients after the last one, or after each with sync_each_micro_step.
             parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
             losses = self.objective.losses(self.model, micro_batch)
             (losses.minimized * (self.scaler.scale * mean_over_terms)).backward()
