@@ -113,17 +113,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_job(args: Namespace) -> Job:
     """Read the hyperparameters: the trial's on a cluster, else the file's and the arguments'."""
     trial = master.trial_info()
-    experiment = read_experiment(trial)
-    hp = config.load_hyperparameters(
-        args.config, args.overrides, adapters.model_defaults, experiment
-    )
     if trial is not None:
+        hp = config.read_hyperparameters(
+            read_experiment(trial), args.overrides, "trial", defaults=adapters.model_defaults
+        )
         return Job(hp, trial, None, args.dry_run)
     from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
 
+    experiment, lines = strict_yaml.load_experiment(args.config)
+    hp = config.read_hyperparameters(
+        experiment, args.overrides, str(args.config), lines, adapters.model_defaults
+    )
     run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
-    searcher = strict_yaml.load_experiment(args.config)[0].get("searcher")
-    return Job(hp, None, run_dir, args.dry_run, searcher)
+    return Job(hp, None, run_dir, args.dry_run, experiment.get("searcher"))
 
 
 def train_together(job: Job, world: World) -> int:

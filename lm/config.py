@@ -269,14 +269,8 @@ def load_hyperparameters(
     path: Path,
     overrides: Sequence[str],
     defaults: ModelDefaults | None = None,
-    trial: Mapping[str, Any] | None = None,
 ) -> Hyperparameters:
-    """Read the config of a Determined trial, or without one the experiment file at `path`.
-
-    See `read_hyperparameters`.
-    """
-    if trial is not None:
-        return read_hyperparameters(trial, overrides, "trial", defaults=defaults)
+    """Read the experiment file at `path`; see `read_hyperparameters`."""
     from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
 
     contents, lines = strict_yaml.load_experiment(path)

@@ -21,6 +21,7 @@ from lm.checkpoint.locate import locate_checkpoint, store_at
 from lm.checkpoint.location import DirectoryLocation, Location, PlainLocation
 from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
+from lm.checkpoint.store import CheckpointStore
 from lm.data.hub import find_directory
 from lm.errors import ConfigError, command, oserror_as_config_error
 from lm.units import format_bytes
@@ -38,20 +39,32 @@ def describe(name: str, manifest: Manifest, checked: str) -> str:
 
 
 @oserror_as_config_error
-def list_run(run: str, *, verifies: bool = False) -> tuple[list[str], bool]:
-    """Return a line for each checkpoint of the run at a path or URL.
-
-    Args:
-        verifies: each is read.
-
-    Returns:
-        The lines, and whether all are complete, as far as the run is not saving.
-    """
+def list_run(run: str) -> tuple[list[str], bool]:
+    """Return a line for each checkpoint of the run at a path or URL; see `_describe_all`."""
     store = store_at(run)
     saved, errors = store.list_saved()
     if not saved and not errors:
         remedy = "pass the directory or URL of a run that has saved one"
         raise ConfigError(f"{store}: no checkpoints; {remedy}")
+    return _describe_all(store, saved, errors, verifies=False)
+
+
+def _describe_all(
+    store: CheckpointStore,
+    saved: Sequence[SavedCheckpoint],
+    errors: dict[Location, CheckpointError],
+    *,
+    verifies: bool,
+) -> tuple[list[str], bool]:
+    """Return a line for each checkpoint of a run.
+
+    Args:
+        saved: with `errors`, what the store lists.
+        verifies: each is read.
+
+    Returns:
+        The lines, and whether all are complete, as far as the run is not saving.
+    """
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
         location = store.locate(entry.name)
@@ -99,8 +112,10 @@ def verify_at(location: Location) -> Manifest:
 @oserror_as_config_error
 def verify_path(path: str) -> tuple[list[str], bool]:
     """Return what `list_run` does, of one checkpoint or of all of a run, which are read."""
-    if any(store_at(path).list_saved()):
-        return list_run(path, verifies=True)
+    store = store_at(path)
+    saved, errors = store.list_saved()
+    if saved or errors:
+        return _describe_all(store, saved, errors, verifies=True)
     location = locate_checkpoint(path)
     return [describe(location.name, verify_at(location), "complete")], True
 

@@ -241,10 +241,8 @@ def rungs_of_brackets(searcher: Mapping[str, Any]) -> list[int]:
     return list(range(most, fewest[searcher.get("mode", "standard")] - 1, -1))
 
 
-def read_experiment(trial: det.ClusterInfo | None) -> Mapping[str, Any] | None:
+def read_experiment(trial: det.ClusterInfo) -> Mapping[str, Any]:
     """Return the config of the trial's experiment; say so if its search retries in vain."""
-    if trial is None:
-        return None
     experiment = master.experiment_config(trial)
     warning = retry_warning(experiment)
     if warning is not None:
