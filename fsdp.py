@@ -76,6 +76,7 @@ from lm.runtime.world import PendingFlags, World
 from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.balance import ExpertBalance
+from lm.training.flops import count_flops_per_token
 from lm.training.transfer import Transfer
 from lm.transformers_model import AnyModel, kept_in_float32, new_model
 from lm.units import format_bytes
@@ -284,8 +285,11 @@ class Trainer:
         peak = None  # no MFU, as the padding of separate samples is not computed
         if hp.data.packing:
             peak = peak_flops(world.device, run.amp_dtype)
+        flops = None
+        if peak is not None:
+            flops = count_flops_per_token(hp.lora, hp.model)
         self.accumulator = MetricsAccumulator(
-            world.device, world, hp.training_flops_per_token, peak, self.objective.statistics
+            world.device, world, flops, peak, self.objective.statistics
         )
         self.signals = PreemptionSignals(world.rank)  # SIGTERM, SIGINT, SIGUSR2, SIGHUP
         self.search_stop = SearchStop(

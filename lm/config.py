@@ -188,11 +188,6 @@ class Hyperparameters:
             size += f", {format_parameters(self.model.n_active_parameters)} of them active"
         return size
 
-    @property
-    def training_flops_per_token(self) -> float:
-        """FLOPs per token of forward and backward at `max_seq_len`."""
-        return training.training_flops_per_token(self.lora, self.model)
-
 
 PARTS: Mapping[str, type[Config]] = get_type_hints(Hyperparameters) | {"model": ModelConfig}
 """The config of each part, by its name in `Hyperparameters`."""

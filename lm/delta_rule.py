@@ -27,12 +27,14 @@ the compiler, which otherwise unrolls the loop over chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 CHUNK = 64
 _EPSILON = 1e-6
@@ -274,6 +276,21 @@ COMPUTED_BY: Mapping[Any, Callable[..., Any]] = {
     torch.ops.lm.gated_delta_rule_backward.default: _differentiate_rule,
 }
 """What the operators run, for plans: which count what exists meanwhile, too."""
+
+
+@register_flop_formula(torch.ops.lm.gated_delta_rule)
+def _count_flops(_query: Any, key: Any, value: Any, *_: Any, **_out: Any) -> int:
+    """Return the FLOPs of the products of a forward pass, from shapes."""
+    tokens = math.prod(value[:3])  # of all heads
+    width, out = key[-1], value[-1]
+    in_chunk = 3 * CHUNK * width + 2 * CHUNK * out
+    return 2 * tokens * (in_chunk + 3 * width * out)
+
+
+@register_flop_formula(torch.ops.lm.gated_delta_rule_backward)
+def _count_flops_of_backward(_grad: Any, *inputs: Any, **_out: Any) -> int:
+    """Return twice those of forward, which is computed again, too, and not counted."""
+    return 2 * _count_flops(*inputs)
 
 
 @gated_delta_rule.register_fake

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
 @torch.library.custom_op("lm::grouped_mm", mutates_args=())
@@ -63,6 +64,15 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if b.dim() == 3:
         return a.new_empty(a.shape[0], b.shape[2])
     return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+
+
+_OPERATORS = (torch.ops.lm.grouped_mm, torch.ops.aten._grouped_mm)
+
+
+@register_flop_formula([operator for operator in _OPERATORS if operator not in flop_registry])
+def _(a: Any, b: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Return the FLOPs of one of the products, from shapes."""
+    return 2 * a[-2] * a[-1] * b[-1]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

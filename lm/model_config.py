@@ -544,22 +544,18 @@ class ModelConfig(Config, frozen=True):
         if self.n_experts is not None:
             in_block += self.experts_per_token * self.expert_size
         weights = self.n_layers * in_block + self.vocab_size * self.d_model
-        return 6 * weights + self.attention_flops_per_token(seq_len)
+        per_key = 12 * self.n_layers * self.n_heads * self.head_width
+        return 6 * weights + per_key * self.mean_keys(seq_len)
 
-    def attention_flops_per_token(self, seq_len: int) -> float:
-        """Return the part of `flops_per_token` that is not products with weights."""
-        return self.n_layers * self.attention_flops_of_layer(seq_len)
-
-    def attention_flops_of_layer(self, seq_len: int) -> float:
-        """Return the part of `attention_flops_per_token` of a layer."""
+    def mean_keys(self, seq_len: int) -> float:
+        """Return to how many keys a query attends, on average over `seq_len` tokens."""
         # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
         # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window;
         # the mean per query is their sum / seq_len.
         window = seq_len
         if self.sliding_window is not None:
             window = min(self.sliding_window, seq_len)
-        keys = window - window**2 / (2 * seq_len)
-        return 12 * self.n_heads * self.head_width * keys
+        return window - window**2 / (2 * seq_len)
 
 
 def _divisors(number: int) -> list[int]:

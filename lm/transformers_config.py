@@ -59,9 +59,6 @@ class TransformersConfig(Config, frozen=True):
     vocab_size: Fixed[VocabSize]
     max_seq_len: Fixed[int] = Field(gt=0, le=2**24)
     n_parameters: Fixed[int] = Field(gt=0)
-    n_used_weights: Fixed[int] = Field(
-        ge=0, description="weights that a token is multiplied by; of experts, those that it uses"
-    )
     linear_layers: Fixed[list[LinearLayers]] = Field(description="of the blocks")
 
     @property
@@ -74,13 +71,9 @@ class TransformersConfig(Config, frozen=True):
         return self.transformers_config | {"vocab_size": self.vocab_size}
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token of forward and backward: six per weight that a token uses.
-
-        What is no product with a weight, e.g. attention's with keys, is not counted, so it is the
-        same for every `seq_len`.
-        """
+        """Return six per parameter: enough to compare runs, which `lm.training.flops` counts."""
         del seq_len
-        return 6.0 * self.n_used_weights
+        return 6.0 * self.n_parameters
 
 
 AnyModelConfig = ModelConfig | TransformersConfig
@@ -89,5 +82,6 @@ AnyModelConfig = ModelConfig | TransformersConfig
 def model_config(values: dict[str, Any]) -> AnyModelConfig:
     """Return the config of a model from the values of its keys."""
     if "transformers_config" in values:
-        return TransformersConfig.model_validate(values)
+        values = {key: value for key, value in values.items() if key != "n_used_weights"}
+        return TransformersConfig.model_validate(values)  # older checkpoints have one key more
     return ModelConfig.model_validate(values)

@@ -226,7 +226,7 @@ class TransformersModel(nn.Module):
 
     def router_weights(self) -> set[nn.Parameter]:
         """Return the weights of linear layers with an output for each expert."""
-        n_experts = _share_of_experts(self.network.config).n_experts
+        n_experts = _count_experts(self.network.config)
         found: set[nn.Parameter] = set()
         for block in self.blocks:
             for module in block.modules():
@@ -602,28 +602,11 @@ class Sizes(NamedTuple):
     """The sizes of a model that `TransformersConfig` holds."""
 
     n_parameters: int
-    n_used_weights: int
     linear_layers: list[LinearLayers]
 
 
 def measure_sizes(network: PreTrainedModel) -> Sizes:
     """Return the sizes of a network."""
-    share = _share_of_experts(network.config)
-    looked_up: set[nn.Parameter] = set()
-    for module in network.modules():
-        if isinstance(module, nn.Embedding):
-            looked_up.add(cast(nn.Parameter, module.weight))
-    head = network.get_output_embeddings()
-    if head is not None:
-        looked_up.discard(cast(nn.Parameter, head.weight))  # also a factor, if it is tied
-    n_used = 0
-    for parameter in network.parameters():
-        if parameter in looked_up or parameter.ndim < 2:
-            continue
-        if parameter.ndim == 3 and len(parameter) == share.n_experts:
-            n_used += parameter.numel() * share.n_used // share.n_experts
-        else:
-            n_used += parameter.numel()
     counts = Counter(
         (name.rpartition(".")[2], *shape) for name, shape in find_linear_layers(network).items()
     )
@@ -631,7 +614,7 @@ def measure_sizes(network: PreTrainedModel) -> Sizes:
         LinearLayers(kind=kind, out=out, inner=inner, count=count)
         for (kind, out, inner), count in counts.items()
     ]
-    return Sizes(sum(p.numel() for p in network.parameters()), n_used, layers)
+    return Sizes(sum(p.numel() for p in network.parameters()), layers)
 
 
 @functools.lru_cache(maxsize=4)
@@ -687,20 +670,10 @@ def reads_weight(kind: type[nn.Module], name: str, *, or_dtype: bool = False) ->
     return False
 
 
-class _Experts(NamedTuple):
-    n_experts: int
-    n_used: int
-    """by a token"""
-
-
-def _share_of_experts(config: PreTrainedConfig) -> _Experts:
-    """Return how many experts each layer has, and each token uses; 0 if there are none."""
+def _count_experts(config: PreTrainedConfig) -> int:
+    """Return how many experts each layer has; 0 if there are none."""
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         n_experts = getattr(config, key, None)
         if isinstance(n_experts, int) and n_experts > 0:
-            for used_key in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"):
-                n_used = getattr(config, used_key, None)
-                if isinstance(n_used, int):
-                    return _Experts(n_experts, n_used)
-            return _Experts(n_experts, n_experts)
-    return _Experts(0, 0)
+            return n_experts
+    return 0

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
-from lm.delta_rule import causal_convolution, gated_delta_rule
+from lm.delta_rule import CHUNK, COMPUTED_BY, causal_convolution, gated_delta_rule
 from lm.plan.step import LiveBytes, device_bytes
 
 LENGTHS = (37, 51, 40, 70, 2, 56)
@@ -139,3 +140,15 @@ def test_plans_count_what_exists_while_the_rule_computes() -> None:
     needed = device_bytes(live.peaks["step"]) - before
     assert needed == pytest.approx(peak, rel=0.01)
     assert needed < 7.5 * before  # not all that backward computes exists at once
+
+
+def test_flops_are_those_of_the_products_that_the_rule_computes() -> None:
+    inputs: list[Any] = [*draw(20 * CHUNK), torch.zeros(2, 20 * CHUNK)]
+    counts: list[int] = []
+    operator = torch.ops.lm.gated_delta_rule.default
+    for rule in (operator, COMPUTED_BY[operator]):
+        with FlopCounterMode(display=False) as counter:
+            rule(*inputs)
+        counts.append(counter.get_total_flops())
+    # The state after the last chunk, which nothing reads, is not computed.
+    assert 0 < counts[0] - counts[1] < counts[0] / 20

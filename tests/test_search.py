@@ -666,7 +666,6 @@ def test_inputs_have_the_config_of_transformers() -> None:
         vocab_size=64,
         max_seq_len=16,
         n_parameters=1,
-        n_used_weights=1,
         linear_layers=[],
     )
     now = fingerprint_inputs(dataclasses.replace(hp, model=model), data, None)

@@ -18,14 +18,25 @@ from torch import nn
 from lm import sampling
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
-from lm.hf import examine, export
+from lm.hf import config_json, examine, export
 from lm.hf.base import load_merged_model, load_trained_model, open_model
+from lm.hf.weights import examined_config
+from lm.model_config import ModelConfig
 from lm.runtime.world import World
 from lm.tasks.packing import tokenize
 from lm.tasks.scoring import Scorer
 from lm.tasks.task import Choice, Question, Task
 from lm.training import lora, nf4, parallelize
-from lm.transformers_model import NETWORK, TransformersModel, new_model, text_config
+from lm.training.config import LoraConfig
+from lm.training.flops import count_flops_per_token
+from lm.transformers_model import (
+    NETWORK,
+    TransformersModel,
+    build_network,
+    new_model,
+    read_config,
+    text_config,
+)
 from tests.support import REPOSITORY
 from tests.support.hf import (
     add_tokenizer,
@@ -35,7 +46,7 @@ from tests.support.hf import (
     save_model,
     train_reference,
 )
-from tests.support.hyperparameters import named_keys
+from tests.support.hyperparameters import LLAMA_STYLE, TINY, named_keys
 from tests.support.parallelism import train_each
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
@@ -644,6 +655,47 @@ def test_a_dry_run_says_what_is_not_known(models: dict[str, Path], tmp_path: Pat
     done = run_fsdp(tmp_path, "--dry-run", config=settings(models["glm4_moe"]), code=0)
     assert "parameters, moments and gradients take" in done.stdout
     assert "glm4_moe takes no step on fake tensors" in done.stdout  # of float32 experts
+
+
+# ---- FLOPs
+
+
+LLAMA = TINY | LLAMA_STYLE | {"head_dim": 12, "max_seq_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters"),
+    [
+        (LLAMA, {}),
+        (LLAMA, {"lora_rank": 4}),
+        (LLAMA, {"lora_rank": 4, "lora_targets": ["o_proj", "up_proj"]}),
+        (LLAMA | {"n_experts": 5, "experts_per_token": 2, "d_ff": 24, "qk_norm": "head"}, {}),
+    ],
+    ids=str,
+)
+def test_flops_counted_of_a_class_are_those_of_model_py(
+    model: dict[str, Any], adapters: dict[str, Any]
+) -> None:
+    ours = ModelConfig.model_validate(model)
+    lora_config = LoraConfig.model_validate(adapters)
+    theirs = examined_config(config_json.write_config(ours, "float32", None))
+    expected = count_flops_per_token(lora_config, ours)
+    assert count_flops_per_token(lora_config, theirs) == expected
+
+
+def test_flops_of_a_hybrid_are_those_of_its_products() -> None:
+    values = complete_values("qwen3_5_text")
+    config = examined_config(values).model_copy(update={"max_seq_len": 256})
+    network = build_network(read_config(values))
+    n_weights = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear))
+    per_key = 12 * values["num_attention_heads"] * values["head_dim"]
+    assert values["linear_key_head_dim"] == values["linear_value_head_dim"] == 16
+    of_rule = (5 * 64 * 16 + 3 * 16**2) * 2 * values["linear_num_value_heads"]
+    n_attentions = values["layer_types"].count("full_attention")
+    n_rules = values["layer_types"].count("linear_attention")
+    expected = 6 * n_weights + n_attentions * per_key * 128 + n_rules * 3 * of_rule
+    found = count_flops_per_token(LoraConfig.model_validate({}), config)
+    assert found == expected
 
 
 # ---- the examination

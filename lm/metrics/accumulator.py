@@ -23,7 +23,7 @@ class MetricsAccumulator:
     """Sums of the metrics between two reports, kept without synchronizing with the device.
 
     Args:
-        flops_per_token: forward and backward.
+        flops_per_token: forward and backward; None = unknown, no MFU.
         peak_flops: of one device (FLOP/s); None = unknown, no MFU.
         statistics: names of what the objective reports besides the loss.
     """
@@ -32,7 +32,7 @@ class MetricsAccumulator:
         self,
         device: torch.device,
         world: World,
-        flops_per_token: float,
+        flops_per_token: float | None,
         peak_flops: float | None,
         statistics: Sequence[str] = (),
     ) -> None:
@@ -186,7 +186,8 @@ class MetricsAccumulator:
         metrics["waiting_for_data_percent"] = 100 * max(data_seconds) / sums.seconds
         if self._save_seconds is not None:
             metrics["save_stall_seconds"] = self._save_seconds
-        if self._peak_flops is not None:  # model FLOPs utilization, of all devices together
+        if self._peak_flops is not None and self._flops_per_token is not None:
+            # Model FLOPs utilization, of all devices together.
             flops_per_second = tokens_per_second * self._flops_per_token
             metrics["mfu"] = flops_per_second / (self._peak_flops * len(ranks))
 

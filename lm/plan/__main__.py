@@ -33,6 +33,7 @@ from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.presets import PRESETS
 from lm.training import parallelize
+from lm.training.flops import count_flops_per_token
 from lm.training.precision import choose_dtype
 from lm.units import format_bytes, format_count, format_parameters
 
@@ -171,12 +172,15 @@ def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     micro_steps = format_count(global_batch_size // (hp.data.batch_size * ranks.size), "micro-step")
     sequences = format_count(hp.data.batch_size, "sequence")
     tokens = global_batch_size * hp.model.max_seq_len
-    flops = hp.training_flops_per_token * tokens / ranks.size
+    step = f"{tokens:,} tokens in all"
+    flops = count_flops_per_token(hp.lora, hp.model)
+    if flops is not None:
+        step += f", {flops * tokens / ranks.size / 1e12:,.1f} TFLOP on each"
     return [
         f"{hp.size_of_model}{trained} on {gpus} in {nodes}",
         f"{hp.parallel.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
         f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each GPU,"
-        f" {tokens:,} tokens in all, {flops / 1e12:,.1f} TFLOP on each",
+        f" {step}",
     ]
 
 

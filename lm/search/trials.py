@@ -68,8 +68,9 @@ class Settings:
 
     def flops_until(self, rung: int) -> float:
         """Return the FLOPs of all training steps until a rung."""
-        n_tokens = self.step_of(rung) * self.global_batch_size * self.hp.model.max_seq_len
-        return n_tokens * self.hp.training_flops_per_token
+        seq_len = self.hp.model.max_seq_len
+        n_tokens = self.step_of(rung) * self.global_batch_size * seq_len
+        return n_tokens * self.hp.model.flops_per_token(seq_len)
 
 
 class _Session(Line, frozen=True):

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied
-from lm.model_config import MAX_LAYERS, ModelConfig
+from lm.model_config import MAX_LAYERS
 from lm.transformers_config import AnyModelConfig, LinearLayers, TransformersConfig
 
 NF4_BLOCK = 64
@@ -130,52 +130,6 @@ def n_trained_parameters(config: LoraConfig, model: AnyModelConfig) -> int:
             # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
             n_per_rank += layers.count * (layers.out + layers.inner)
     return config.lora_rank * n_per_rank
-
-
-def training_flops_per_token(config: LoraConfig, model: AnyModelConfig) -> float:
-    """Return the FLOPs per token of forward and backward at `max_seq_len`, adapters included.
-
-    Of the six per weight of a matrix product (two each for the output, the gradient of the input
-    and the gradient of the weight), frozen weights need four, and adapters add six per weight. Of
-    our own models, the gradients that nothing before the first adapters needs are not counted.
-    """
-    flops = model.flops_per_token(model.max_seq_len)
-    if config.lora_rank is None:
-        return flops
-    of_adapters = 6 * n_trained_parameters(config, model)
-    if isinstance(model, TransformersConfig):
-        return flops * 4 / 6 + of_adapters  # all of them are products with frozen weights
-    n_in_block = sum(out * inner for out, inner in model.layer_shapes.values())
-    n_in_head = model.vocab_size * model.d_model
-    n_frozen = model.n_layers * n_in_block + n_in_head
-    return flops - 2 * n_frozen + of_adapters - _unneeded_flops_per_token(config, model)
-
-
-_STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""the linear layers of a block in the order in which they are computed"""
-
-
-def _unneeded_flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
-    """Return the FLOPs of the gradients that the first block does not need.
-
-    Its input, which is of frozen embeddings, needs none, nor does what follows up to its first
-    adapter.
-    """
-    assert config.lora_rank is not None
-    targets = set(config.lora_targets or model.layer_shapes)
-    flops = 0.0
-    needs_gradient = False
-    for stage in _STAGES:
-        for layer in stage:
-            if layer in model.layer_shapes and not needs_gradient:
-                out, inner = model.layer_shapes[layer]
-                flops += 2 * out * inner
-                if layer in targets:
-                    flops += 2 * config.lora_rank * inner
-        needs_gradient = needs_gradient or not targets.isdisjoint(stage)
-        if stage == _STAGES[0] and not needs_gradient:
-            flops += model.attention_flops_of_layer(model.max_seq_len) * 2 / 3
-    return flops
 
 
 # ---- optimizer
