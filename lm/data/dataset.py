@@ -1,8 +1,8 @@
-"""Interfaces of datasets and of training sources, and the records that they hand on.
+"""The interface of datasets, and the records that lead from them to batches.
 
     record        made by                         holds
     Sample        a `Dataset`, a stream           one sequence, as NumPy arrays
-    SampleBatch   a `TrainSource`                 one rank's samples in one global batch
+    SampleBatch   a sampled or streamed source    one rank's samples in one global batch
     MicroBatch    `Loader` (lm.data.loader)       samples of one forward pass: tensors on the device
     PairBatch     `Loader`                        the same, of pairs of replies
     Batch         `Loader`                        one rank's micro-batches in one global batch
@@ -14,9 +14,9 @@ loss by their number. Both records also carry the state of streams after the bat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,28 +128,6 @@ class SampleBatch(NamedTuple):
     """terms of the loss of all ranks: targets that are not ignored, or pairs"""
     stream_state: StreamState | None = None
     """where the streams of this rank are after this batch; None = sampled datasets"""
-
-
-class TrainSource(Protocol):
-    """One rank's source of training batches: `SampledSource`, or `StreamedSource` for streams."""
-
-    samples_per_epoch: int | None
-    """over all ranks; None = unknown, as the dataset is streamed"""
-    initial_stream_state: StreamState | None
-    """where the streams of this rank start; None = sampled datasets"""
-
-    def fingerprint(self) -> str:
-        """Return a string that changes when the data change."""
-        ...
-
-    def batches(self, step: int, stream_state: StreamState | None) -> Generator[SampleBatch]:
-        """Yield batches from `step` on, endlessly.
-
-        Args:
-            step: of the first batch, which determines it if the datasets are sampled.
-            stream_state: where the streams of this rank are; None = sampled datasets.
-        """
-        ...
 
 
 def validation_metric_names(

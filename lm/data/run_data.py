@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from lm.data import files, stream
 from lm.data.config import DataConfig
-from lm.data.dataset import Dataset, TrainSource, ValidationSet, set_key
+from lm.data.dataset import Dataset, ValidationSet, set_key
 from lm.data.documents import format_of
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
+from lm.data.stream import StreamedSource
 from lm.data.text import hash_tokens, read_text
 from lm.data.token_file import TokenFile, read_index
 from lm.data.tokenizer import ByteCheck, ByteTokenizer, Tokenizer, load_tokenizer
@@ -40,7 +41,7 @@ PROMPT_TOKENS = 32
 class Data:
     """One rank's training source, the validation data, and their tokenizer."""
 
-    train: TrainSource
+    train: SampledSource | StreamedSource
     validation: Sequence[ValidationSet]
     """at least one"""
     tokenizer: Tokenizer | None
@@ -460,7 +461,7 @@ def _open_stream(
     token_stream = stream.TokenStream(
         documents, config.text_field, tokenizer, seq_len, shuffle_seed
     )
-    train = stream.StreamedSource(
+    train = StreamedSource(
         token_stream,
         fingerprint,
         config.batch_size,

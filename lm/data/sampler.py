@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,26 +55,6 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-class _Order(NamedTuple):
-    """The order of one epoch of a dataset."""
-
-    number: int
-    """-1 = none has been drawn"""
-    indices: NDArray[np.int64] | Permutation | range
-    """of samples in the dataset"""
-
-
-class _Block(NamedTuple):
-    """The order of one block of a mixture."""
-
-    number: int
-    """-1 = none has been drawn"""
-    datasets: NDArray[np.int64]
-
-
-_NOT_DRAWN = _Order(-1, range(0))
-
-
 class Sampler:
     """An endless sequence of samples, each a dataset and an index in it.
 
@@ -99,8 +79,8 @@ class Sampler:
         self._shuffle = shuffle
         self._quotas = block_quotas(weights)
         # Consecutive positions are in the same block and epochs, so the orders drawn last are kept.
-        self._epochs = [_NOT_DRAWN for _ in sizes]
-        self._block = _Block(-1, np.empty(0, np.int64))
+        self._block_order = functools.lru_cache(1)(self._draw_block)
+        self._epoch_order = functools.lru_cache(len(sizes))(self._draw_epoch)
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return the number of a dataset, and the index of the sample in it."""
@@ -122,21 +102,14 @@ class Sampler:
         n_in_this_block = int((datasets[:position_in_block] == dataset).sum())
         return dataset, n_in_earlier_blocks + n_in_this_block
 
-    def _block_order(self, block: int) -> NDArray[np.int64]:
+    def _draw_block(self, block: int) -> NDArray[np.int64]:
         """Return the dataset of each position in `block`: a permutation of the quotas."""
-        if self._block.number != block:
-            datasets = np.repeat(np.arange(len(self._quotas)), self._quotas)
-            rng = np.random.default_rng(derive_seed("mixture", self._seed, block))
-            self._block = _Block(block, rng.permutation(datasets))
-        return self._block.datasets
+        datasets = np.repeat(np.arange(len(self._quotas)), self._quotas)
+        rng = np.random.default_rng(derive_seed("mixture", self._seed, block))
+        return rng.permutation(datasets)
 
-    def _epoch_order(self, dataset: int, epoch: int) -> NDArray[np.int64] | Permutation | range:
+    def _draw_epoch(self, dataset: int, epoch: int) -> NDArray[np.int64] | Permutation | range:
         """Return the index of each sample of `epoch`: a permutation of the dataset's indices."""
-        if self._epochs[dataset].number != epoch:
-            self._epochs[dataset] = _Order(epoch, self._draw_order(dataset, epoch))
-        return self._epochs[dataset].indices
-
-    def _draw_order(self, dataset: int, epoch: int) -> NDArray[np.int64] | Permutation | range:
         size = self._sizes[dataset]
         if not self._shuffle:
             return range(size)
@@ -176,7 +149,8 @@ class SampledSource:
     `global_batch_size`. It does not depend on the number of ranks; each rank trains on its slice.
     """
 
-    initial_stream_state: StreamState | None = None
+    initial_stream_state = None
+    """where streams start: there are none"""
 
     def __init__(
         self,
@@ -189,7 +163,7 @@ class SampledSource:
         shuffle: bool,
     ) -> None:
         sizes = [len(dataset) for dataset in datasets]
-        self.samples_per_epoch: int | None = sum(sizes)
+        self.samples_per_epoch = sum(sizes)
         self._datasets = datasets
         self._weights = weights
         self._global_batch_size = global_batch_size
@@ -211,6 +185,7 @@ class SampledSource:
         step: int,
         stream_state: StreamState | None,  # noqa: ARG002 - the step determines the batch
     ) -> Generator[SampleBatch]:
+        """Yield this rank's batches from `step` on, endlessly."""
         for number in itertools.count(step):
             batch = self.global_batch(number)
             samples = [dataset[index] for dataset, index in batch[self._rank_slice]]

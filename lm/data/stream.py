@@ -391,7 +391,8 @@ class StreamedSource:
         workers: processes of this rank, with one stream each.
     """
 
-    samples_per_epoch: int | None = None
+    samples_per_epoch = None
+    """unknown"""
 
     def __init__(
         self,
@@ -414,7 +415,7 @@ class StreamedSource:
         for number in range(dp_rank * workers, (dp_rank + 1) * workers):
             share = split_dataset_by_node(stream.documents, number, n_streams)
             self._streams.append(replace(stream, documents=share, number=number))
-        self.initial_stream_state: StreamState | None = StreamState([{} for _ in self._streams])
+        self.initial_stream_state = StreamState([{} for _ in self._streams])
         self.note: str | None = None
         n_files = stream.documents.num_shards
         if n_files % n_streams != 0:
@@ -431,6 +432,7 @@ class StreamedSource:
         step: int,  # noqa: ARG002 - the state determines the batch
         stream_state: StreamState | None,
     ) -> Generator[SampleBatch]:
+        """Yield this rank's batches from `stream_state` on, endlessly."""
         assert stream_state is not None
         states = list(stream_state.streams)
         turn = stream_state.turn

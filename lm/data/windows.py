@@ -46,36 +46,13 @@ class SyntheticDataset(Dataset):
         return f"synthetic {self.n_samples} x {self.seq_len} of {self.vocab_size}"
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Where the documents in an array of tokens end."""
-
-    ends: NDArray[np.integer[Any]]
-    """the position after the last token of each, sorted"""
-
-    def separate(self, sample: Sample, start: int) -> Sample:
-        """Return the sample at position `start` as one in which documents do not see each other.
-
-        The last token of a document has no target, as what follows is another one.
-        """
-        positions = np.arange(start, start + len(sample.inputs))
-        document_ids = np.searchsorted(self.ends, positions, side="right")
-        is_last = np.isin(positions + 1, self.ends[document_ids[0] : document_ids[-1] + 1])
-        targets = np.where(is_last, IGNORE_INDEX, sample.targets)
-        return Sample(sample.inputs, targets, document_ids - document_ids[0])
-
-    def count_targets(self, start: int, seq_len: int) -> int:
-        """Return how many tokens of the sample at `start` have a target."""
-        first, last = np.searchsorted(self.ends, [start, start + seq_len], side="right")
-        return seq_len - int(last - first)
-
-
 @dataclass(frozen=True, eq=False)
 class WindowDataset(Dataset):
     """Tokens cut into windows: a window's last target is the next one's first input.
 
     Args:
-        documents: that do not see each other; None = attention crosses them.
+        document_ends: the position after the last token of each document, sorted; documents do not
+            see each other. None = attention crosses them.
         identity: its fingerprint; None = that of the tokens.
         start: position of the first token.
         stop: position after the last one; None = the end.
@@ -83,7 +60,7 @@ class WindowDataset(Dataset):
 
     tokens: NDArray[np.integer[Any]] | TokenFile
     seq_len: int
-    documents: Documents | None = None
+    document_ends: NDArray[np.int64] | None = None
     has_bytes: bool = True
     identity: str | None = None
     start: int = 0
@@ -97,15 +74,22 @@ class WindowDataset(Dataset):
         start = self.start + index * self.seq_len
         ids = np.asarray(self.tokens[start : start + self.seq_len + 1], np.int64)
         sample = next_token_sample(ids)
-        if self.documents is None:
+        if self.document_ends is None:
             return sample
-        return self.documents.separate(sample, start)
+        positions = np.arange(start, start + self.seq_len)
+        document_ids = np.searchsorted(self.document_ends, positions, side="right")
+        # The last token of a document has no target, as what follows is another one.
+        ends = self.document_ends[document_ids[0] : document_ids[-1] + 1]
+        targets = np.where(np.isin(positions + 1, ends), IGNORE_INDEX, sample.targets)
+        return Sample(sample.inputs, targets, document_ids - document_ids[0])
 
     def count_terms(self, index: int) -> int:
-        if self.documents is None:
+        if self.document_ends is None:
             return self.seq_len
         start = self.start + index * self.seq_len
-        return self.documents.count_targets(start, self.seq_len)
+        stop = start + self.seq_len
+        first, last = np.searchsorted(self.document_ends, [start, stop], side="right")
+        return self.seq_len - int(last - first)
 
     def fingerprint(self) -> str:
         if self.identity is not None:
@@ -119,10 +103,7 @@ def cut_file(
     file: TokenFile, seq_len: int, identity: str, start: int = 0, stop: int | None = None
 ) -> WindowDataset:
     """Return the windows of a token file, of separate documents if their ends are open."""
-    documents = None
-    if file.ends is not None:
-        documents = Documents(file.ends)
-    return WindowDataset(file, seq_len, documents, file.index.has_bytes, identity, start, stop)
+    return WindowDataset(file, seq_len, file.ends, file.index.has_bytes, identity, start, stop)
 
 
 def check_token_files(datasets: Iterable[Dataset]) -> None:
