@@ -556,7 +556,7 @@ def test_prepare_and_stream_read_the_same_documents(name: str, tmp_path: Path) -
     assert tokens.tolist() == list(itertools.chain.from_iterable(as_bytes(*texts)))
     if texts:
         stream = TokenStream(records, "text", ByteTokenizer(), 1, None)
-        windows = itertools.islice(stream.windows(), 2 * len(tokens))  # two epochs
+        windows = itertools.islice(stream, 2 * len(tokens))  # two epochs
         assert [int(window.ids[0]) for window in windows] == [*tokens, *tokens]
 
 

@@ -234,18 +234,17 @@ class TokenStream:
     block_size: int = SHUFFLED_TOGETHER
     state: StreamPosition = field(default_factory=StreamPosition)
 
-    def __iter__(self) -> Iterator[Window | ConfigError]:
-        """Yield windows, or the error that ends them: raised, it would arrive as a traceback."""
+    def __iter__(self) -> Iterator[Window]:
+        """Yield windows from `state` on."""
         try:
-            yield from self.windows()
+            yield from self._windows()
         except ConfigError as error:
-            yield ConfigError(f"train_data: {error}", rank_local=True)
+            raise ConfigError(f"train_data: {error}", rank_local=True) from None
         except Exception as error:  # each format and each file system raises its own
             problem = f"train_data: cannot be read: {error_text(error)}"
-            yield ConfigError(problem, rank_local=True)
+            raise ConfigError(problem, rank_local=True) from None
 
-    def windows(self) -> Iterator[Window]:
-        """Yield windows from `state` on."""
+    def _windows(self) -> Iterator[Window]:
         pending: deque[_Document] = deque()
         ids = np.empty(0, np.int64)  # of the pending documents
         for document in self._tokenized_documents():
@@ -444,7 +443,7 @@ class StreamedSource:
             while True:
                 samples: list[Sample] = []
                 for _ in range(self._n_micro_batches):
-                    windows = _next_windows(workers[turn])
+                    windows: list[Window] = next(workers[turn])
                     samples += [next_token_sample(window.ids) for window in windows]
                     states[turn] = windows[-1].state
                     turn = (turn + 1) % len(workers)
@@ -457,18 +456,7 @@ class StreamedSource:
 
 def _batch_windows(
     stream: TokenStream, batch_size: int, _received: Iterator[Any]
-) -> Iterator[list[Window | ConfigError]]:
-    """Yield lists of `batch_size` windows; an error that ends the stream is the last of one."""
+) -> Iterator[list[Window]]:
     windows = iter(stream)
     while batch := list(itertools.islice(windows, batch_size)):
         yield batch
-
-
-def _next_windows(worker: Worker) -> list[Window]:
-    """Return the windows of the worker's next micro-batch, or raise the error that ended it."""
-    windows: list[Window] = []
-    for item in next(worker):
-        if isinstance(item, ConfigError):
-            raise item
-        windows.append(item)
-    return windows

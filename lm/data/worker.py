@@ -18,7 +18,7 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.launch.signals import STOP_SIGNALS
 from lm.launch.spawn import die_with_parent
 
@@ -78,12 +78,16 @@ class Worker(Iterator[Any]):
         """Return the next item.
 
         Raises:
+            ConfigError: the function raised it.
             RunError: the worker was killed.
         """
         try:
-            return pickle.loads(self._connection.recv_bytes())
+            item = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise self._killed() from None
+        if isinstance(item, ConfigError):
+            raise item
+        return item
 
     def _killed(self) -> RunError:
         code = self._process.wait()
@@ -114,8 +118,11 @@ def main() -> None:
     function = next(received)  # imports what the function needs, for seconds
     ahead: Queue[Any] = Queue(_PREFETCHED)
     Thread(target=_send, args=(ahead, connection), daemon=True).start()
-    for item in function(received):
-        ahead.put(item)
+    try:
+        for item in function(received):
+            ahead.put(item)
+    except ConfigError as error:
+        ahead.put(error)
     ahead.join()
 
 
