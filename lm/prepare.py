@@ -17,8 +17,9 @@ import itertools
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lm.data import token_file
 from lm.data.documents import FORMATS, format_of
@@ -57,10 +58,22 @@ from lm.runtime.run_dir import lock_file, release_leases
 from lm.units import format_bytes, format_count
 
 
+@dataclass(frozen=True)
+class _UnknownTokenizer:
+    """That of the ids of HDF5 files, with --tokenizer none."""
+
+    vocab_size: int
+    identity = None
+    eos_id = None
+    files: ClassVar[Mapping[str, bytes]] = {}
+
+
 def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
     tokenizer = None
-    if args.tokenizer not in (None, "none"):
+    if args.tokenizer == "none":
+        tokenizer = _UnknownTokenizer(args.vocab_size)
+    elif args.tokenizer is not None:
         tokenizer = load_tokenizer(args.tokenizer)
     _lock_directory(args.out)
     index = args.out / f"{TRAIN}.json"
@@ -70,7 +83,7 @@ def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
         modified = [path.stat().st_mtime_ns for path in files]
         sources = [token_file.make_source_record(path) for path in files]
         if index.exists() and not args.overwrite:
-            return [_check_existing(index, _expected_contents(args, tokenizer, sources))]
+            return [_check_existing(args, index, sources, tokenizer)]
         shutil.rmtree(drafts, ignore_errors=True)
         drafts.mkdir()
         lines = _write_drafts(args, files, sources, tokenizer)
@@ -112,32 +125,22 @@ def _index_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _expected_contents(
-    args: argparse.Namespace, tokenizer: Tokenizer | None, sources: Sequence[SourceRecord]
-) -> dict[str, object]:
-    """Return what is known of the index of this command's dataset before it is written."""
-    expected: dict[str, object] = {**_index_options(args), "input": list(sources)}
-    if tokenizer is not None:
-        expected["tokenizer"] = tokenizer.identity
-        expected["vocab_size"] = tokenizer.vocab_size
-    elif args.train_tokenizer is None:
-        expected["tokenizer"] = None
-        expected["vocab_size"] = args.vocab_size
-    return expected
-
-
-def _check_existing(path: Path, expected: Mapping[str, object]) -> str:
-    """Return a line about the dataset with the index `path`, if it is the expected one."""
+def _check_existing(
+    args: argparse.Namespace,
+    path: Path,
+    sources: Sequence[SourceRecord],
+    tokenizer: Tokenizer | _UnknownTokenizer | None,
+) -> str:
+    """Return a line about the dataset with the index `path`, if it is that of this command."""
     try:
         index = read_index(path)
     except ConfigError as error:
         raise ConfigError(f"{error}; --overwrite replaces it") from None
-    found = {
-        **index.options,
-        "input": index.sources,
-        "tokenizer": index.tokenizer,
-        "vocab_size": index.vocab_size,
-    }
+    found = {**index.options, "input": index.sources}
+    expected = {**_index_options(args), "input": list(sources)}
+    if tokenizer is not None:  # else it is trained on the input
+        found |= {"tokenizer": index.tokenizer, "vocab_size": index.vocab_size}
+        expected |= {"tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size}
     different = [key for key, value in expected.items() if found.get(key) != value]
     if different:
         problem = f"contains another dataset (different: {', '.join(different)})"
@@ -150,7 +153,7 @@ def _write_drafts(
     args: argparse.Namespace,
     files: Sequence[Path],
     sources: Sequence[SourceRecord],
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | _UnknownTokenizer | None,
 ) -> list[str]:
     """Write all files of the dataset. Return the lines to print."""
     fraction = args.validation_fraction
@@ -160,21 +163,19 @@ def _write_drafts(
     from_tail = must_split(documents, fraction)
     if from_tail:
         notes.append(f"too few documents: the last {100 * fraction:g} % of each is held out")
-    if args.train_tokenizer is not None:
-        tokenizer = _train_file_tokenizer(args, files, from_tail)
+    if tokenizer is None:
+        content = train_tokenizer(
+            _read_training_texts(args, files, from_tail), args.train_tokenizer
+        )
+        tokenizer = FileTokenizer({TOKENIZER_JSON: content}, TOKENIZER_JSON)
         if tokenizer.vocab_size != args.train_tokenizer:
             size = f"{tokenizer.vocab_size} tokens"
             notes.append(f"the trained tokenizer has {size}: the text contains no more")
     drafts = args.out / DRAFTS
-    vocab_size = args.vocab_size
-    identity = None
-    if tokenizer is not None:
-        vocab_size = tokenizer.vocab_size
-        identity = tokenizer.identity
-        for name, content in tokenizer.files.items():
-            write_durably(drafts / name, content)
+    for name, content in tokenizer.files.items():
+        write_durably(drafts / name, content)
     splits = token_file.SPLITS if fraction else (TRAIN,)
-    writers = [TokenFileWriter(drafts, name, vocab_size) for name in splits]
+    writers = [TokenFileWriter(drafts, name, tokenizer.vocab_size) for name in splits]
     n_tokens = 0
     n_bytes = 0
     started = time.monotonic()
@@ -189,7 +190,7 @@ def _write_drafts(
     _check_not_empty(files, writers, fraction)
     lines: list[str] = []
     for writer in writers:
-        index = writer.finish(identity, sources, _index_options(args))
+        index = writer.finish(tokenizer.identity, sources, _index_options(args))
         lines.append(token_file.describe_split(args.out / f"{writer.name}.json", index))
     seconds = time.monotonic() - started
     speed = f"{format_bytes(n_bytes / seconds)}/s, {n_tokens / seconds:,.0f} tokens/s"
@@ -218,14 +219,6 @@ def _read_split_documents(
     return hold_out(documents, args.validation_fraction, from_tail)
 
 
-def _train_file_tokenizer(
-    args: argparse.Namespace, files: Sequence[Path], from_tail: bool
-) -> FileTokenizer:
-    texts = _read_training_texts(args, files, from_tail)
-    content = train_tokenizer(texts, args.train_tokenizer)
-    return FileTokenizer({TOKENIZER_JSON: content}, TOKENIZER_JSON)
-
-
 def _read_training_texts(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> Iterator[str]:
@@ -237,19 +230,21 @@ def _read_training_texts(
 
 
 def _read_tokens(
-    args: argparse.Namespace, files: Sequence[Path], tokenizer: Tokenizer | None, from_tail: bool
+    args: argparse.Namespace,
+    files: Sequence[Path],
+    tokenizer: Tokenizer | _UnknownTokenizer,
+    from_tail: bool,
 ) -> Iterator[TokenChunk]:
     """Yield the tokens of all files in order."""
-    vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
-    eos_id = tokenizer.eos_id if tokenizer else None
+    fraction = args.validation_fraction
     by_kind = itertools.groupby(files, lambda path: format_of(path, args.format) == "hdf5")
     for has_ids, group in by_kind:
         paths = list(group)
         if has_ids:
             for path in paths:
-                yield from read_ids(path, vocab_size, eos_id, args.validation_fraction)
+                yield from read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
         else:
-            assert tokenizer is not None  # find_inputs
+            assert not isinstance(tokenizer, _UnknownTokenizer)  # find_inputs
             documents = _read_split_documents(args, paths, from_tail)
             parts = split_documents(documents, tokenizer)
             yield from encode_in_threads(parts, tokenizer, args.workers)
