@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lm.data.json_lines import JsonLine
+from lm.data.json_lines import Record
 from lm.data.jsonl import JsonlDataset
 from lm.data.rendering import RecordRenderer
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
@@ -442,7 +442,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
 def render(record: dict[str, Any], *, completion_only: bool = True) -> tuple[str, str]:
     """Return the text of a record, and that of its targets."""
     renderer = RecordRenderer(TOKENIZER, "text", completion_only)
-    (rendered,) = renderer.render_lines([JsonLine("file:1", record, 0)])
+    (rendered,) = renderer.render_lines([Record("file:1", record, 0)])
     spans = rendered.target_spans
     assert spans is not None
     return rendered.text, "".join(rendered.text[span.start : span.stop] for span in spans)
@@ -613,7 +613,7 @@ def test_a_reply_can_be_left_out_of_the_loss(key: str) -> None:
 def test_roles_that_no_one_knows_are_noted() -> None:
     renderer = RecordRenderer(TOKENIZER, "text", completion_only=True)
     messages = chat([("developer", "S"), ("user", "Q0"), ("asistant", "A0"), *CHAT])
-    list(renderer.render_lines([JsonLine("file:1", {"messages": messages}, 0)]))
+    list(renderer.render_lines([Record("file:1", {"messages": messages}, 0)]))
     ((what, count),) = renderer.notes.others.items()
     assert '"asistant"' in what
     assert count == 1
@@ -653,7 +653,7 @@ def test_what_a_template_reads_of_messages_is_kept() -> None:
 )
 def test_questions_without_a_template_are_prompts(record: dict[str, Any]) -> None:
     renderer = RecordRenderer(ByteTokenizer(), "text", completion_only=True)
-    (rendered,) = renderer.render_lines([JsonLine("file:1", record, 0)])
+    (rendered,) = renderer.render_lines([Record("file:1", record, 0)])
     assert rendered.text == "Q\nA"
     assert rendered.target_spans == [(2, 3)]
 

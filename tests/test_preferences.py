@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.json_lines import JsonLine
+from lm.data.json_lines import Record
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader, PairBatch
 from lm.data.rendering import RecordRenderer
@@ -128,7 +128,7 @@ def test_published_preferences_are_read(name: str) -> None:
     record, expected = READ[name]
     renderer = RecordRenderer(LLAMA, "text", completion_only=True, pairs=True)
     found: list[tuple[str, str]] = []
-    for text, spans, _, place in renderer.render_lines([JsonLine("a:1", record, 0)]):
+    for text, spans, _, place in renderer.render_lines([Record("a:1", record, 0)]):
         assert place == "a:1"
         found.append((text, "".join(text[span.start : span.stop] for span in spans or ())))
     assert found == expected
@@ -226,7 +226,7 @@ def test_a_damaged_pair_is_read_or_refused_by_its_line(
     renderer = RecordRenderer(tokenizer, "text", completion_only=True, pairs=True)
     problem = "a:1: "
     try:
-        list(renderer.render_lines([JsonLine("a:1", record, 0)]))
+        list(renderer.render_lines([Record("a:1", record, 0)]))
     except ConfigError as error:
         problem = str(error)
     assert problem.startswith("a:1: ")

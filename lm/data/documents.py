@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.data.blocks import decode_utf8, is_compressed, read_blocks, read_line_blocks
-from lm.data.json_lines import read_json_lines
+from lm.data.json_lines import Record, read_json_lines
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 
@@ -70,16 +70,6 @@ _CSV_PROBLEMS = {
 """what it means that the standard library's reader says so of a file"""
 
 
-class Record(NamedTuple):
-    """A record of a file."""
-
-    place: str
-    """file, and line if it has several, for errors"""
-    fields: dict[str, Any]
-    size: int
-    """about its bytes"""
-
-
 def format_of(path: Path, override: str | None = None) -> str | None:
     """Return the format of `path` by its suffix, or `override`.
 
@@ -119,8 +109,7 @@ def read_records(path: Path, name: str) -> Iterator[Record]:
             content = b"".join(read_blocks(path))
             yield Record(str(path), {"text": decode_utf8(path, content)}, len(content))
         case "jsonl":
-            for line in read_json_lines(path):
-                yield Record(*line)
+            yield from read_json_lines(path)
         case _:
             yield from read_table(path, name).rows
 

@@ -26,17 +26,17 @@ class RawLine(NamedTuple):
     """of the line (bytes)"""
 
 
-class JsonLine(NamedTuple):
-    """A line of a JSON Lines file."""
+class Record(NamedTuple):
+    """A record of a file."""
 
     place: str
-    """file and line number, for errors"""
-    record: dict[str, Any]
+    """file, and line if it has several, for errors"""
+    fields: dict[str, Any]
     size: int
-    """of the line (bytes)"""
+    """about its bytes"""
 
 
-def read_json_lines(path: Path) -> Iterator[JsonLine]:
+def read_json_lines(path: Path) -> Iterator[Record]:
     """Yield the lines of a JSON Lines file, or the elements of a file that is one JSON array.
 
     Empty lines are skipped. An array is parsed in memory.
@@ -48,12 +48,14 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
         yield parse_line(line, path)
 
 
-def parse_line(line: RawLine, path: Path) -> JsonLine:
+def parse_line(line: RawLine, path: Path) -> Record:
     """Return the record of a line of the file `path`."""
-    record = line.content
-    if isinstance(record, bytes):
-        record = _parse_json(record, line.place, path)
-    return JsonLine(line.place, _check_record(record, line.place), line.size)
+    fields = line.content
+    if isinstance(fields, bytes):
+        fields = _parse_json(fields, line.place, path)
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{line.place}: not a JSON object: {json.dumps(fields)[:60]}")
+    return Record(line.place, fields, line.size)
 
 
 def read_raw_lines(path: Path) -> Iterator[RawLine]:
@@ -127,12 +129,6 @@ def _advise_json(path: Path) -> str:
         return "each line must be one JSON object"
     glob_of_lines = "'DIRECTORY/**/*.jsonl'"
     return f"choose JSON Lines by a glob, e.g. {glob_of_lines}; dataset: text reads text"
-
-
-def _check_record(record: Any, place: str) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise ConfigError(f"{place}: not a JSON object: {json.dumps(record)[:60]}")
-    return record
 
 
 def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -> str:

@@ -39,7 +39,7 @@ def probe_template(tokenizer: Tokenizer) -> TemplateProbe:
     """Return the probe of a tokenizer's chat templates."""
 
     def render(messages: list[Any], tools: Any) -> str:
-        return tokenizer.render(messages, add_generation_prompt=False, tools=tools).text
+        return tokenizer.render(messages, tools=tools).text
 
     return TemplateProbe(tokenizer.all_templates.text, render)
 

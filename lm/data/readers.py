@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.documents import Record, format_of, read_records, read_table, stream_records
+from lm.data.documents import format_of, read_records, read_table, stream_records
 from lm.data.encoder import Document, TokenChunk
-from lm.data.json_lines import get_text
+from lm.data.json_lines import Record, get_text
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError, error_text
 from lm.launch.requirements import requires
@@ -43,9 +43,9 @@ def hold_out(documents: Iterable[Document], fraction: float, from_tail: bool) ->
     for document in documents:
         if from_tail:
             yield from _split_document(document, fraction)
-        elif fraction > 0:
-            yield replace(document, held_out=is_held_out(document.text.encode(), fraction))
         else:
+            if fraction > 0:
+                document.held_out = is_held_out(document.text.encode(), fraction)
             yield document
 
 
@@ -68,12 +68,9 @@ def must_split(documents: Iterable[Document], fraction: float) -> bool:
     """
     if fraction == 0:
         return False
-    splits = set()
-    for document in documents:
-        splits.add(is_held_out(document.text.encode(), fraction))
-        if len(splits) == 2:
-            return False
-    return len(splits) == 1
+    held_out = (is_held_out(document.text.encode(), fraction) for document in documents)
+    first = next(held_out, None)
+    return first is not None and all(each == first for each in held_out)
 
 
 def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Document]:

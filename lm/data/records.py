@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.json_lines import JsonLine, RawLine, parse_line, read_raw_lines
+from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
 from lm.data.layouts import ReadingNotes
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
@@ -192,7 +192,7 @@ class _PieceTokenizer:
             piece.file, piece.size, samples, dropped, notes, check.is_exact, error
         )
 
-    def _parse(self, piece: _Piece) -> Iterator[JsonLine]:
+    def _parse(self, piece: _Piece) -> Iterator[Record]:
         """Yield the selected lines of a piece; the others must be valid, too."""
         for number, raw_line in enumerate(piece.lines, piece.first_line):
             line = parse_line(raw_line, piece.file)

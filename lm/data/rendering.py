@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
-from lm.data.json_lines import JsonLine, get_text, load_json
+from lm.data.json_lines import Record, get_text, load_json
 from lm.data.layouts import LayoutReader, ReadingNotes
 from lm.data.probe import TemplateProbe, probe_template
 from lm.data.tokenizer import Tokenizer
@@ -69,10 +69,10 @@ class RecordRenderer:
     _problems: dict[ChatTemplate, str | None] = field(default_factory=dict)
     """of the chat templates that were used"""
 
-    def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
+    def render_lines(self, lines: Iterable[Record]) -> Iterator[RenderedRecord]:
         for line in lines:
             try:
-                for rendered in self._render(line.record):
+                for rendered in self._render(line.fields):
                     yield rendered._replace(place=line.place)
             except ConfigError as error:
                 raise ConfigError(f"{line.place}: {error}") from None
@@ -128,18 +128,14 @@ class RecordRenderer:
         The targets are the replies in `messages` and, if the template marks them, in `completion`,
         else all of a `completion`.
         """
-        tools = record.get("tools") or None
-        if isinstance(tools, dict):
-            tools = [tools]
-        _check_tools(tools)
-        tools = _drop_nulls(tools, {"const", "default"})
+        tools = _read_tools(record.get("tools"))
         arguments = _list_arguments(tools)
         messages: list[dict[str, Any]] = []
         places: list[str] = []
         for key in keys:
-            checked = self._check_messages(record[key], key, arguments)
-            messages += checked
-            places += [f"{key}[{i}]" for i in range(len(checked))]
+            for i, message in enumerate(record[key]):
+                places.append(f"{key}[{i}]")
+                messages.append(self._read_message(message, places[-1], arguments))
         weights = [message.pop("weight", None) for message in messages]
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         is_completion = "completion" in keys
@@ -152,14 +148,12 @@ class RecordRenderer:
             if not roles <= _OTHER_ROLES:
                 advice = "rename the roles to system, user and assistant"
             raise ConfigError(f"messages: {problem}; {advice}")
-        rendered = self.tokenizer.render(messages, add_generation_prompt=False, tools=tools)
-        text = get_text({keys[-1]: rendered.text}, keys[-1])
-        self._check_written(_Chat(messages, tools, text), places)
-        if self.completion_only:
-            self._check_end_of_turn(tools)
+        rendered = self.tokenizer.render(messages, tools=tools)
+        chat = _Chat(messages, tools, get_text({keys[-1]: rendered.text}, keys[-1]))
+        self._check_written(chat, places)
         if not self.completion_only:
-            return RenderedRecord(text, None, is_chat=True)
-        chat = _Chat(messages, tools, text)
+            return RenderedRecord(chat.text, None, is_chat=True)
+        self._check_end_of_turn(tools)
         n_prompt = len(messages) - len(record[keys[-1]])
         is_target = [weights[i] != 0 and i >= n_prompt for i in replies]
         if rendered.reply_spans is not None:
@@ -169,7 +163,7 @@ class RecordRenderer:
         else:
             targets = itertools.compress(replies, is_target)
             spans = [self._locate_messages(chat, i, i + 1) for i in targets]
-        return RenderedRecord(text, spans, is_chat=True)
+        return RenderedRecord(chat.text, spans, is_chat=True)
 
     def _check_written(self, chat: _Chat, places: Sequence[str]) -> None:
         """Raise ConfigError if the chat template leaves out strings of a chat."""
@@ -206,7 +200,7 @@ class RecordRenderer:
         if template.marks_replies:  # maybe those before a question otherwise
             chat = [_QUESTION, _REPLY, _QUESTION, _REPLY]
         try:
-            rendered = self.tokenizer.render(chat, add_generation_prompt=False, tools=tools)
+            rendered = self.tokenizer.render(chat, tools=tools)
             spans = rendered.reply_spans
             if spans is None:
                 spans = [self._locate_messages(_Chat(chat, tools, rendered.text), 1, 2)]
@@ -229,13 +223,18 @@ class RecordRenderer:
         They are between the text of the messages before them, with the start of a reply, and the
         end of the text of all messages before `stop`.
         """
-        before = self._render_before(chat, first)
+        try:
+            start = self.tokenizer.render(
+                chat.messages[:first], tools=chat.tools, add_generation_prompt=True
+            )
+            before = start.text
+        except ConfigError:  # the template rejects a chat without messages
+            if first > 0:
+                raise
+            before = None
         through_text = chat.text
         if stop < len(chat.messages):
-            through = self.tokenizer.render(
-                chat.messages[:stop], add_generation_prompt=False, tools=chat.tools
-            )
-            through_text = through.text
+            through_text = self.tokenizer.render(chat.messages[:stop], tools=chat.tools).text
         is_prefix = chat.text.startswith(through_text)
         if is_prefix and before is not None and through_text.startswith(before):
             span = Span(len(before), len(through_text))
@@ -248,41 +247,24 @@ class RecordRenderer:
         advice = self.tokenizer.find_template(chat.tools).advise_training()
         raise ConfigError(f"{problem}; {advice}; or set loss_on: all")
 
-    def _render_before(self, chat: _Chat, first: int) -> str | None:
-        """Return the text before a reply; None = the template rejects a chat without messages."""
-        try:
-            before = self.tokenizer.render(
-                chat.messages[:first], add_generation_prompt=True, tools=chat.tools
-            )
-        except ConfigError:
-            if first > 0:
-                raise
-            return None
-        return before.text
-
-    def _check_messages(
-        self, messages: Any, key: str, arguments: Mapping[str, Set[str]]
-    ) -> list[dict[str, Any]]:
-        """Return the messages, with content as one text, or raise ConfigError.
+    def _read_message(
+        self, original: Mapping[str, Any], place: str, arguments: Mapping[str, Set[str]]
+    ) -> dict[str, Any]:
+        """Return a message as the template reads it, or raise ConfigError.
 
         Args:
             arguments: see `_list_arguments`.
         """
-        checked: list[dict[str, Any]] = []
-        for i, original in enumerate(messages):
-            message = dict(original)
-            if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-                shown = json.dumps(message)[:60]
-                raise ConfigError(f"{key}[{i}]: content is not text: {shown}")
-            if isinstance(message.get("tool_calls"), list):
-                place = f"{key}[{i}].tool_calls"
-                message["tool_calls"] = [
-                    self._read_call(call, place, arguments) for call in message["tool_calls"]
-                ]
-            if message.get("weight") is not None:
-                self._check_weight(message, key, i)
-            checked.append(message)
-        return checked
+        message = dict(original)
+        calls = message.get("tool_calls")
+        if not isinstance(message.get("content"), str) and not calls:
+            raise ConfigError(f"{place}: content is not text: {json.dumps(message)[:60]}")
+        if isinstance(calls, list):
+            read = [self._read_call(call, f"{place}.tool_calls", arguments) for call in calls]
+            message["tool_calls"] = read
+        if message.get("weight") is not None:
+            self._check_weight(message, place)
+        return message
 
     def _read_call(self, call: Any, place: str, arguments: Mapping[str, Set[str]]) -> Any:
         """Return the call of a tool with its arguments as an object.
@@ -306,17 +288,16 @@ class RecordRenderer:
                 ] += 1
         return read
 
-    def _check_weight(self, message: Mapping[str, Any], key: str, i: int) -> None:
-        if key != "messages":
-            problem = "weight is not read in prompt and completion"
-            raise ConfigError(f"{key}: {problem}; use messages")
+    def _check_weight(self, message: Mapping[str, Any], place: str) -> None:
+        if not place.startswith("messages"):
+            raise ConfigError(f"{place}: weight is not read in prompt and completion; use messages")
         allowed = (0, 1) if message["role"] == "assistant" else (0,)
         if message["weight"] not in allowed:
             shown = json.dumps(message["weight"])[:60]
             rule = "it must be 0 or 1 in messages of the assistant, 0 in others"
-            raise ConfigError(f"{key}[{i}]: weight is {shown}; {rule}")
+            raise ConfigError(f"{place}: weight is {shown}; {rule}")
         if not self.completion_only:
-            raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
+            raise ConfigError(f"{place}: weight requires loss_on: completion")
 
 
 def find_template_text(tokenizer: Tokenizer) -> str | None:
@@ -373,14 +354,17 @@ def _join_touching(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-def _check_tools(tools: Any) -> None:
-    if tools is None:
-        return
-    for tool in tools if isinstance(tools, list) else [tools]:
+def _read_tools(tools: Any) -> list[Any] | None:
+    """Return the tools of a record as a list without the nulls that tables add; None = no tools."""
+    if not tools:
+        return None
+    listed = tools if isinstance(tools, list) else [tools]
+    for tool in listed:
         if not _is_tool(tool):
             shape = "{function: {name: NAME, parameters: JSON SCHEMA}}"
             problem = f"tools: {json.dumps(tool)[:60]} is not {shape}"
             raise ConfigError(f"{problem}; correct or remove the line")
+    return _drop_nulls(listed, {"const", "default"})
 
 
 def _is_tool(tool: Any) -> bool:
