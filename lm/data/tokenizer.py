@@ -280,10 +280,7 @@ class FileTokenizer:
 
     def _read_object(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file, {} if there is none."""
-        try:
-            content = parse_json(self.files.get(name, b"{}"))
-        except ValueError as error:
-            raise self._error(f"{name}: not valid JSON: {error}") from None
+        content = _parse_json(self.files.get(name, b"{}"), f"{self._name}: {name}")
         if not isinstance(content, dict):
             raise self._error(f"{name}: is not a JSON object")
         return content
@@ -371,11 +368,10 @@ class FileTokenizer:
     def _end_of_turn_ids(self) -> set[int]:
         """Return the first special token that the chat template writes after a reply, if any."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKED_REPLY}]
-        rendered = self.render(chat, add_generation_prompt=False)
+        rendered = self.render(chat)
         _, _, after_reply = rendered.text.rpartition(_MARKED_REPLY)
-        added_tokens = self._encoder.get_added_tokens_decoder()
         for token in self._encode(after_reply):
-            if token in added_tokens and added_tokens[token].special:
+            if token in self._special_tokens:
                 return {token}
         return set()
 
@@ -453,7 +449,8 @@ class FileTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         with self._library_errors():
-            return self._encoder.encode(text, add_special_tokens=False).ids
+            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
     def _decode(self, ids: Sequence[int]) -> str:
         with self._library_errors():
@@ -501,9 +498,7 @@ class FileTokenizer:
 
     def encode_piece(self, text: str) -> NDArray[np.uint32]:
         """Return the ids of a piece that is not the first of its text."""
-        with self._library_errors():
-            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
+        ids = np.array(self._encode(text), np.uint32)
         self._check_ids(ids)
         return ids
 
@@ -662,15 +657,15 @@ class FileTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool,
         tools: Any = None,
+        add_generation_prompt: bool = False,
     ) -> RenderedChat:
         """Return the text that the chat template writes.
 
         Args:
-            add_generation_prompt: append the start of the next reply.
             tools: JSON schemas of the functions that the assistant can call; the template must read
                 them.
+            add_generation_prompt: append the start of the next reply.
         """
         variables = {**self._found_tokens, **self._named_tokens, **self.template_kwargs}
         date = self.date or datetime.date.today()
@@ -911,13 +906,17 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file, {} if there is none or no object in it."""
     if not path.is_file():
         return {}
-    try:
-        raw = parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES))
-    except ValueError as error:
-        raise ConfigError(f"tokenizer: {path}: not valid JSON: {error}") from None
+    raw = _parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES), str(path))
     if not isinstance(raw, dict):
         return {}
     return raw
+
+
+def _parse_json(content: bytes, where: str) -> Any:
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise ConfigError(f"tokenizer: {where}: not valid JSON: {error}") from None
 
 
 def _read_tokenizer_file(path: Path, name: str) -> bytes:
