@@ -67,52 +67,46 @@ def _hash_tokens(text: TokenFile, start: int, stop: int) -> str:
 
 
 def _write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    reader = _TextReader(files, tokenizer)
+    documents = _read_documents(files, tokenizer)
     with (
         closing(TokenFileWriter(directory, TRAIN, tokenizer.vocab_size)) as writer,
-        closing(encode_in_threads(reader.read(), tokenizer, usable_cores())) as chunks,
+        closing(encode_in_threads(documents, tokenizer, usable_cores())) as chunks,
     ):
         for chunk in chunks:
             writer.add(chunk)
-        reader.raise_errors()
         if writer.n_documents == 0:
             raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
         writer.finish(tokenizer.identity)
 
 
-class _TextReader:
-    """Reads text files, each a document in parts, until one has an error, and checks the others."""
+def _read_documents(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield each file as a document in parts, up to an error.
 
-    def __init__(self, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-        self._files = files
-        self._tokenizer = tokenizer
-        self._others: dict[Path, NotTextError] = {}
-        self._errors: list[ConfigError] = []
-
-    def read(self) -> Iterator[Document]:
-        with bar_of_files("tokenizing", self._files, "text", hidden=not is_rank0()) as progress:
-            for path in self._files:
-                blocks = self._read_blocks(path, progress)
-                document = Document("", 0, str(path))
-                for part in split_document(document, blocks, self._tokenizer):
-                    if not self._errors and not self._others:
+    Raises:
+        ConfigError: files cannot be read; it says this of all of them.
+    """
+    others: dict[Path, NotTextError] = {}
+    errors: list[ConfigError] = []
+    with bar_of_files("tokenizing", files, "text", hidden=not is_rank0()) as progress:
+        for path in files:
+            document = Document("", 0, str(path))
+            try:
+                for part in split_document(document, _read_blocks(path, progress), tokenizer):
+                    if not errors and not others:
                         yield part
+            except NotTextError as error:
+                others[path] = error
+            except ConfigError as error:
+                errors.append(error)
+    if others:
+        errors.append(_not_text(others, files))
+    raise_together(errors)
 
-    def _read_blocks(self, path: Path, progress: tqdm[Any]) -> Iterator[str]:
-        try:
-            for block in read_text_blocks(path):
-                yield block
-                progress.update(len(block.encode()))
-        except NotTextError as error:
-            self._others[path] = error
-        except ConfigError as error:
-            self._errors.append(error)
 
-    def raise_errors(self) -> None:
-        """Raise the errors of all files together."""
-        if self._others:
-            self._errors.append(_not_text(self._others, self._files))
-        raise_together(self._errors)
+def _read_blocks(path: Path, progress: tqdm[Any]) -> Iterator[str]:
+    for block in read_text_blocks(path):
+        yield block
+        progress.update(len(block.encode()))
 
 
 def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> ConfigError:
