@@ -34,7 +34,7 @@ from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.text import read_text
 from lm.data.token_file import read_index
-from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, encode_documents
+from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, end_text
 from lm.errors import ConfigError
 from lm.tasks.questions import read_tasks
 from lm.training import parallelize
@@ -422,7 +422,8 @@ def test_long_file_has_the_tokens_of_its_text(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text(text[:99])
     tokenizer = FileTokenizer({TOKENIZER_JSON: byte_level_tokenizer()}, "test")
     read = read_text([tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer)
-    first, second = encode_documents(tokenizer, [text, text[:99]])
+    encoded = tokenizer.encode_batch([text, text[:99]])
+    first, second = [end_text(ids, tokenizer.eos_id) for ids in encoded]
     assert read.ends is not None
     for document in np.split(read[:], read.ends[:-1]):
         expected = first

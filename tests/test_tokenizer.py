@@ -26,7 +26,7 @@ from lm.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
-    encode_documents,
+    end_text,
     load_tokenizer,
 )
 from lm.errors import ConfigError
@@ -171,8 +171,8 @@ def test_start_of_text_is_written_once(template: str, content: bytes) -> None:
     twice = theirs(2 * start + "hi", add_special_tokens=False).input_ids
     assert ours.encode(2 * start + "hi") == twice
     end_id = ours.eos_id
-    for text in ("hi", "hi</s>"):
-        assert encode_documents(ours, [text])[0].tolist()[-2:] == [ours.encode("hi")[-1], end_id]
+    for ids in ours.encode_batch(["hi", "hi</s>"]):
+        assert end_text(ids, end_id).tolist()[-2:] == [ours.encode("hi")[-1], end_id]
 
 
 def encoded(tokenizer: FileTokenizer, text: str) -> list[list[int]]:

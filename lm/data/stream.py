@@ -29,7 +29,7 @@ from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, find_files, find_saved_dataset
 from lm.data.json_lines import get_text
-from lm.data.tokenizer import ByteCheck, Tokenizer, encode_documents
+from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
 from lm.errors import ConfigError, error_prefix, error_text, oserror_as_config_error
@@ -164,10 +164,13 @@ def _document_text(record: Mapping[str, Any], text_field: str, number: int) -> s
 def _tokenize_documents(
     texts: Iterable[str], tokenizer: Tokenizer, check: ByteCheck | None = None
 ) -> Iterator[NDArray[np.uint32]]:
-    """Yield the tokens of each text, with an end-of-text token."""
+    """Yield the tokens of each text, with an end-of-text token, once."""
     remaining = iter(texts)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_PER_CALL)):
-        yield from encode_documents(tokenizer, batch, check)
+        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+            if check is not None:
+                check.add(tokenizer, text, ids)
+            yield end_text(ids, tokenizer.eos_id)
 
 
 class Window(NamedTuple):

@@ -741,18 +741,6 @@ class ByteCheck:
         self.is_exact = self.is_exact and tokenizer.tells_bytes(text, ids, is_start=is_start)
 
 
-def encode_documents(
-    tokenizer: Tokenizer, texts: Sequence[str], check: ByteCheck | None = None
-) -> list[NDArray[np.uint32]]:
-    """Return the ids of each text with an end-of-text token, once."""
-    documents: list[NDArray[np.uint32]] = []
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        if check is not None:
-            check.add(tokenizer, text, ids)
-        documents.append(end_text(ids, tokenizer.eos_id))
-    return documents
-
-
 def end_text(ids: NDArray[np.uint32], eos_id: int) -> NDArray[np.uint32]:
     """Return `ids` with an end of text, which a text may have itself."""
     if len(ids) > 0 and ids[-1] == eos_id:
