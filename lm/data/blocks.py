@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import io
 import math
 import zlib
 from collections.abc import Iterator
@@ -64,20 +63,13 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 def _read_raw_blocks(path: Path) -> Iterator[bytes]:
     if is_compressed(path) and path.stat().st_size == 0:
         raise EOFError("the compressed file is empty")
-    match path.suffix.lower():
-        case ".zst":
-            yield from _read_zst_blocks(path)
-        case ".gz":
-            with gzip.open(path) as file:
-                yield from _read_to_end(file)
-        case _:
-            with path.open("rb") as file:
-                yield from _read_to_end(file)
-
-
-def _read_to_end(file: io.BufferedIOBase) -> Iterator[bytes]:
-    while block := file.read(READ_BLOCK_BYTES):
-        yield block
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        yield from _read_zst_blocks(path)
+        return
+    with gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
+        while block := file.read(READ_BLOCK_BYTES):
+            yield block
 
 
 def _read_zst_blocks(path: Path) -> Iterator[bytes]:

@@ -29,6 +29,7 @@ FORMATS = {
     "hdf5": (".h5", ".hdf5"),
 }
 """suffixes of files by format"""
+_FORMAT_OF_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known}
 STREAMED = {name: suffixes for name, suffixes in FORMATS.items() if name != "hdf5"}
 """those of records"""
 _LIBRARY_FORMATS = ("parquet", "arrow")
@@ -78,17 +79,10 @@ def format_of(path: Path, override: str | None = None) -> str | None:
     name = override
     if name is None:
         uncompressed = Path(path.stem) if is_compressed(path) else path
-        name = _format_by_suffix(uncompressed.suffix.lower())
+        name = _FORMAT_OF_SUFFIX.get(uncompressed.suffix.lower())
     if is_compressed(path) and name not in _READ_COMPRESSED:
         return None
     return name
-
-
-def _format_by_suffix(suffix: str) -> str | None:
-    for name, suffixes in FORMATS.items():
-        if suffix in suffixes:
-            return name
-    return None
 
 
 class Table(NamedTuple):

@@ -18,7 +18,7 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.stream import StreamedSource
 from lm.data.text import hash_tokens, read_text
-from lm.data.token_file import TokenFile, read_index
+from lm.data.token_file import TRAIN, VALIDATION, TokenFile, read_index
 from lm.data.tokenizer import ByteCheck, ByteTokenizer, Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
@@ -269,19 +269,21 @@ def _train_index_paths(config: DataConfig) -> list[Path]:
     if not config.train_data:
         problem = "dataset: tokens requires a directory written by python -m lm.prepare"
         raise ConfigError(f"train_data: {problem}")
-    if isinstance(config.train_data, str):
-        directories = [config.train_data]
-    else:
-        directories = list(config.train_data)
-    paths: list[Path] = []
-    for directory in directories:
-        path = Path(directory).expanduser()
-        if path.is_dir():
-            path /= "train.json"
-        elif not path.exists():
-            files.check_path(directory, "train_data")
-        paths.append(path)
-    return paths
+    directories = config.train_data
+    if isinstance(directories, str):
+        directories = [directories]
+    return [_index_path(where, "train_data", TRAIN) for where in directories]
+
+
+def _index_path(where: str, key: str, part: str) -> Path:
+    """Return the index of a part of a directory of token files, else that of its training part."""
+    path = Path(where).expanduser()
+    if not path.exists():
+        files.check_path(where, key)
+    if not path.is_dir():
+        return path
+    index = path / f"{part}.json"
+    return index if index.exists() else path / f"{TRAIN}.json"
 
 
 @oserror_as_config_error
@@ -323,8 +325,8 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
     validation: list[ValidationSet] = []
     for name, where in named.items():
         key = set_key(name)
+        path = _index_path(where, key, VALIDATION)
         with error_prefix(key):
-            path = _validation_index_path(where)
             file = open_file(path)
         if path in train_paths:
             notes.append(f"{key}: {where} is what the model is trained on")
@@ -346,7 +348,7 @@ def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]
     named: dict[str | None, str] = {}
     for path in train_paths:
         directory = path.parent
-        if not (directory / "validation.json").exists():
+        if not (directory / f"{VALIDATION}.json").exists():
             problem = f"val_data: {directory} has no validation part"
             raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
         name = re.sub(r"[^A-Za-z0-9_-]", "_", directory.resolve().name)[:30] or "root"
@@ -354,16 +356,6 @@ def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]
             name = f"{name}-{len(named)}"
         named[name if len(train_paths) > 1 else None] = str(directory)
     return named
-
-
-def _validation_index_path(where: str) -> Path:
-    """Return the index of the validation part of a directory, else that of its training part."""
-    path = Path(where).expanduser()
-    if not path.is_dir():
-        return path
-    if (path / "validation.json").exists():
-        return path / "validation.json"
-    return path / "train.json"
 
 
 def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokenizer | None:
