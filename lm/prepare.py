@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from lm.data import token_file
 from lm.data.documents import FORMATS, format_of
-from lm.data.encoder import Document, TokenChunk, encode_in_threads, split_documents
+from lm.data.encoder import Document, TokenChunk, encode_in_threads, split_document
 from lm.data.files import find_files, name_files
 from lm.data.progress import bar_of_files
 from lm.data.readers import (
@@ -246,7 +246,8 @@ def _read_tokens(
         else:
             assert not isinstance(tokenizer, _UnknownTokenizer)  # find_inputs
             documents = _read_split_documents(args, paths, from_tail)
-            parts = split_documents(documents, tokenizer)
+            split = (split_document(each, [each.text], tokenizer) for each in documents)
+            parts = itertools.chain.from_iterable(split)
             yield from encode_in_threads(parts, tokenizer, args.workers)
 
 

@@ -88,18 +88,10 @@ def split_document(
     is_start = True
     while piece:
         following = next(pieces, "")
-        part = replace(document, text=piece, is_start=is_start, is_end=not following)
-        if not is_start:
-            part.size = 0
-        yield part
+        size = document.size if is_start else 0
+        yield replace(document, text=piece, size=size, is_start=is_start, is_end=not following)
         is_start = False
         piece = following
-
-
-def split_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Yield the parts of `documents`; see `split_document`."""
-    for document in documents:
-        yield from split_document(document, [document.text], tokenizer)
 
 
 def _group_parts(parts: Iterable[Document]) -> Iterator[_TextChunk]:

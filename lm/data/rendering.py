@@ -368,13 +368,12 @@ def _read_tools(tools: Any) -> list[Any] | None:
 
 
 def _is_tool(tool: Any) -> bool:
-    if not isinstance(tool, dict):
-        return False
-    function = tool.get("function", tool)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    parameters = function.get("parameters") or {}
-    return isinstance(parameters, dict)
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    match function:
+        case {"name": str()}:
+            return isinstance(function.get("parameters") or {}, dict)
+        case _:
+            return False
 
 
 def _list_arguments(tools: Any) -> dict[str, Set[str]]:

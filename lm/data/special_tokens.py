@@ -100,11 +100,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     values |= {name: value for name, value in config.items() if name.endswith("_token")}
     if isinstance(config.get(_EXTRA), dict):
         values |= config[_EXTRA]
-    named: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        for fields in _fields_of([value]):
-            named[name] = fields
-    return named
+    return {name: fields for name, value in values.items() for fields in _fields_of([value])}
 
 
 def _extra(config: Mapping[str, Any]) -> Any:
@@ -116,10 +112,8 @@ def _fields_of(values: Any) -> Iterable[dict[str, Any]]:
     if not isinstance(values, list):
         return
     for value in values:
-        fields = {"content": value} if isinstance(value, str) else value
-        if (
-            isinstance(fields, dict)
-            and isinstance(fields.get("content"), str)
-            and fields["content"]
-        ):
-            yield {key: fields[key] for key in _FIELDS if key in fields}
+        match value:
+            case str(text) if text:
+                yield {"content": text}
+            case {"content": str(text)} if text:
+                yield {key: value[key] for key in _FIELDS if key in value}
