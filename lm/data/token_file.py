@@ -215,19 +215,13 @@ class _DraftFile:
     """A file that is being written, and the checksum of what it contains."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self.file = path.open("wb")
         self.crc32c = 0
 
     def write(self, values: NDArray[Any]) -> None:
         content = values.tobytes()
-        self._file.write(content)
+        self.file.write(content)
         self.crc32c = google_crc32c.extend(self.crc32c, content)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def sync(self) -> None:
-        sync(self._file)
 
 
 class TokenFileWriter:
@@ -254,8 +248,8 @@ class TokenFileWriter:
         self._has_bytes = self._has_bytes and chunk.has_bytes
 
     def close(self) -> None:
-        self._ids.close()
-        self._ends.close()
+        self._ids.file.close()
+        self._ends.file.close()
 
     def finish(
         self,
@@ -264,8 +258,8 @@ class TokenFileWriter:
         options: Mapping[str, Any] | None = None,
     ) -> TokenIndex:
         """Write and return the index."""
-        self._ids.sync()
-        self._ends.sync()
+        sync(self._ids.file)
+        sync(self._ends.file)
         self.close()
         index = TokenIndex(
             format=1,

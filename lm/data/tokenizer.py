@@ -129,15 +129,14 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        return list(map(self.encode_piece, texts))
 
     def split(self, blocks: Iterable[str]) -> Iterator[str]:
         """Yield the pieces of a text that can be encoded one by one: each of its blocks."""
         yield from blocks
 
     def encode_piece(self, text: str) -> NDArray[np.uint32]:
-        (ids,) = self.encode_batch([text])
-        return ids
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def encode_with_ends(
         self,
@@ -146,10 +145,10 @@ class ByteTokenizer:
         add_special_tokens: bool,  # noqa: ARG002 - there are none
     ) -> list[TokenizedText]:
         encodings: list[TokenizedText] = []
-        for text, ids in zip(texts, self.encode_batch(texts), strict=True):
+        for text in texts:
             n_bytes = [len(character.encode()) for character in text]
             ends = np.repeat(np.arange(1, len(text) + 1), n_bytes)
-            encodings.append(TokenizedText(ids, ends))
+            encodings.append(TokenizedText(self.encode_piece(text), ends))
         return encodings
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
