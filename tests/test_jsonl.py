@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.cache import cache_directory
+from lm.data.chat_template import RenderedChat
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader
 from lm.data.probe import TemplateProbe
@@ -662,14 +663,19 @@ def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
     assert "thinking" not in (JsonlDataset([file], tokenizer, 512).note or "")
 
 
-def test_template_is_asked_once_for_chats_of_the_same_roles_and_keys() -> None:
+def test_template_is_asked_once_for_chats_of_the_same_roles_and_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = llama("{{ messages | tojson }}{{ tools | tojson }}")
+    render = tokenizer.render
     asked = []
 
-    def render(messages: list[Any], tools: Any) -> str:
+    def count(messages: list[Any], tools: Any) -> RenderedChat:
         asked.append(messages)
-        return json.dumps([messages, tools])
+        return render(messages, tools=tools)
 
-    probe = TemplateProbe("", render)
+    monkeypatch.setattr(tokenizer, "render", count)
+    probe = TemplateProbe(tokenizer)
     for i in range(20):
         called = said("assistant", "", tool_calls=calls(f"name {i}"))
         called["tool_calls"][0]["function"]["arguments"] = {f"x{n}": n for n in range(i + 1)}

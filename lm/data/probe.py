@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS
@@ -35,26 +35,12 @@ class Place(NamedTuple):
     """of a reply before the last message of the user: templates mean to leave it out"""
 
 
-def probe_template(tokenizer: Tokenizer) -> TemplateProbe:
-    """Return the probe of a tokenizer's chat templates."""
-
-    def render(messages: list[Any], tools: Any) -> str:
-        return tokenizer.render(messages, tools=tools).text
-
-    return TemplateProbe(tokenizer.all_templates.text, render)
-
-
 class TemplateProbe:
-    """Finds the strings of chats that a template does not write.
+    """Finds the strings of chats that the chat template of a tokenizer does not write."""
 
-    Args:
-        template: its source.
-        render: returns the text of messages and tools.
-    """
-
-    def __init__(self, template: str, render: Callable[[list[Any], Any], str]) -> None:
-        self._render = render
-        tags = set(_TAG.findall(template))
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        tags = set(_TAG.findall(tokenizer.all_templates.text))
         tags |= {"<" + tag.removeprefix("</") for tag in tags if tag.startswith("</")}
         self._tags = re.compile(f"({'|'.join(map(re.escape, sorted(tags)))})" if tags else "((?!))")
         self._find_written = functools.lru_cache(_MAX_PROBES)(self._ask)
@@ -78,10 +64,12 @@ class TemplateProbe:
 
     def _ask(self, probe: str) -> frozenset[str] | None:
         """Return the markers that the template writes; None = it demands other strings."""
+        messages, tools = json.loads(probe)
         try:
-            return frozenset(_MARKER.findall(self._render(*json.loads(probe))))
+            rendered = self._tokenizer.render(messages, tools=tools)
         except ConfigError:
             return None
+        return frozenset(_MARKER.findall(rendered.text))
 
 
 class _MarkedChat:

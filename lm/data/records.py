@@ -55,8 +55,12 @@ class TokenizedDocument(NamedTuple):
     """whether the token is learned; the first has none before it to be predicted from"""
 
     @property
-    def has_targets(self) -> bool:
-        return bool(self.is_target[1:].any())
+    def needed_length(self) -> int:
+        """The shortest sequence length with a target; 0 = it has none."""
+        positions = np.flatnonzero(self.is_target[1:])
+        if len(positions) == 0:
+            return 0
+        return int(positions[0]) + 1
 
 
 class TokenizedSample(NamedTuple):
@@ -178,8 +182,9 @@ class _PieceTokenizer:
                 for i in numbers[::n_documents]:
                     documents = list(itertools.islice(tokenized, n_documents))
                     truncated = _truncate(documents, self.options.seq_len)
-                    if not all(document.has_targets for document in truncated):
-                        dropped.append(n_documents * max(map(_needed_length, documents)))
+                    if not all(document.needed_length for document in truncated):
+                        needed = max(document.needed_length for document in documents)
+                        dropped.append(n_documents * needed)
                         continue
                     full_length = sum(len(document.ids) - 1 for document in documents)
                     number = piece.first_record + i // n_documents
@@ -240,11 +245,3 @@ def _truncate(documents: Sequence[TokenizedDocument], seq_len: int) -> list[Toke
     # The target of position i is token i + 1.
     stop = limit + 1
     return [TokenizedDocument(each.ids[:stop], each.is_target[:stop]) for each in documents]
-
-
-def _needed_length(record: TokenizedDocument) -> int:
-    """Return the shortest sequence length with a target; 0 = the record has none."""
-    positions = np.flatnonzero(record.is_target[1:])
-    if len(positions) == 0:
-        return 0
-    return int(positions[0]) + 1

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
 from lm.data.json_lines import Record, get_text, load_json
 from lm.data.layouts import LayoutReader, ReadingNotes
-from lm.data.probe import TemplateProbe, probe_template
+from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 
@@ -183,7 +183,7 @@ class RecordRenderer:
 
     @functools.cached_property
     def _probe(self) -> TemplateProbe:
-        return probe_template(self.tokenizer)
+        return TemplateProbe(self.tokenizer)
 
     def _check_end_of_turn(self, tools: Any) -> None:
         """Raise ConfigError if no text after a reply is a target: the model would never stop."""

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm.data.probe import TemplateProbe, probe_template
+from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, error_prefix
 from lm.model_config import ModelConfig
@@ -202,7 +202,7 @@ class _ContextWriter:
 
     @functools.cached_property
     def _probe(self) -> TemplateProbe:
-        return probe_template(self._tokenizer)
+        return TemplateProbe(self._tokenizer)
 
 
 def _append(context: _Text, choice: str) -> _Text:
