@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +174,6 @@ def test_a_few_blocks_tell_the_memory_of_all(
     ranks = Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cuda", 8, 4, 80 * GIB)
     measured = step.measure_step(hp, ranks)
     taken = step.take_step(hp, ranks)
-    del taken[step.BACKWARD_OF_MIDDLE]  # which more blocks make longer, and which has no peak
     for phase, memory in taken.items():
         n_bytes = step.device_bytes(memory)
         assert step.device_bytes(measured[phase]) == pytest.approx(n_bytes, rel=0.02, abs=2**20), (
@@ -208,13 +209,35 @@ def test_offloading_moves_bytes_to_host_memory() -> None:
     assert moved.host - kept.host == pytest.approx(state + block_inputs, rel=1e-3)
 
 
-def test_largest_batch_size_fits_and_one_more_does_not() -> None:
-    hp = Hyperparameters.from_flat(CODELLAMA | {"n_layers": 3})
-    ranks = on_gpus(gib=8)
-    largest = fit.find_largest_batch_size(hp, ranks)
+@pytest.mark.parametrize(
+    ("changes", "host_gib"),
+    [
+        ({}, math.inf),
+        pytest.param(
+            {"total_batch_size": 64, "activation_offload": True}, 12, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_largest_batch_size_fits_and_one_more_does_not(
+    changes: dict[str, Any], host_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hp = Hyperparameters.from_flat(CODELLAMA | {"n_layers": 3} | changes)
+    ranks = replace(on_gpus(gib=8), host_memory=host_gib * GIB)
+    given = fit.measure(hp, ranks)
+    needs: dict[int, fit.Need] = {}
+
+    def measure(hp: Hyperparameters, ranks: Ranks) -> fit.Need:
+        needs[hp.data.batch_size] = step_of(hp, ranks)
+        return needs[hp.data.batch_size]
+
+    step_of = fit.measure
+    monkeypatch.setattr(fit, "measure", measure)
+    largest = fit.find_largest_batch_size(hp, given)
     assert largest > 1
-    assert fit.measure(hp.replace(batch_size=largest), ranks).fits
-    assert not fit.measure(hp.replace(batch_size=largest + 1), ranks).fits
+    assert needs[largest].fits
+    assert not needs[largest + 1].fits
+    assert len(needs) <= 4
 
 
 @pytest.mark.parametrize(

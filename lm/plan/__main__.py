@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stderr.isatty():
         print("taking steps on fake tensors", file=sys.stderr)
     need = fit.measure(hp, ranks)
-    largest = fit.find_largest_batch_size(hp, ranks)
+    largest = fit.find_largest_batch_size(hp, need)
     if args.json:
         values = {
             "parameters": hp.model.n_parameters,

@@ -44,9 +44,14 @@ class Need:
         return device_bytes(self.memory)
 
     @property
+    def used(self) -> float:
+        """Share of the usable memory of the device or of the host, whichever is larger."""
+        of_host = self.host / self.ranks.host_memory
+        return max(self.peak / self.ranks.memory, of_host) / USABLE
+
+    @property
     def fits(self) -> bool:
-        host_fits = self.host <= USABLE * self.ranks.host_memory
-        return host_fits and self.peak <= USABLE * self.ranks.memory
+        return self.used <= 1
 
     def describe(self) -> list[str]:
         """Return a line for each part, and what it is."""
@@ -86,35 +91,33 @@ def measure(hp: Hyperparameters, ranks: Ranks) -> Need:
     return Need(ranks, phase, peaks[phase], ranks.per_node * host)
 
 
-def find_largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
+def find_largest_batch_size(hp: Hyperparameters, given: Need) -> int:
     """Return the largest `batch_size` that fits without accumulation, up to a limit; 0 = none.
 
-    Memory grows about linearly, so that a line through a size that fits and one that does not is
-    close to the border between them.
+    Memory grows about linearly, so that a line through the last two sizes is at 1 close to it.
+
+    Args:
+        given: what a step of `hp` needs.
     """
-
-    def need_of(batch_size: int) -> Need:
-        changed = hp.replace(batch_size=batch_size, total_batch_size=None)
-        return measure(changed, ranks)
-
-    smallest = need_of(1)
-    if not smallest.fits:
-        return 0
-    limit = USABLE * ranks.memory
-    fits, bytes_that_fit = 1, smallest.peak
-    size = 2
-    exceeds, bytes_that_exceed = LARGEST_BATCH_SIZE + 1, math.inf
+    usable = USABLE * given.ranks.memory
+    size = hp.data.batch_size
+    used = given.used
+    if hp.data.total_batch_size is not None:  # micro-steps add up gradients
+        used = (given.peak - given.memory.get(GRADIENTS, 0)) / usable
+    per_sequence = given.memory.get(ACTIVATIONS, 0) / usable / size
+    fits, exceeds = 0, LARGEST_BATCH_SIZE + 1
     while fits + 1 < exceeds:
-        need = need_of(size)
-        per_sequence = (need.peak - bytes_that_fit) / (size - fits)
+        n_more = math.floor((1 - used) / max(per_sequence, 1 / LARGEST_BATCH_SIZE))
+        next_size = min(max(size + n_more, fits + 1), exceeds - 1)
+        changed = hp.replace(batch_size=next_size, total_batch_size=None)
+        need = given if changed == hp else measure(changed, given.ranks)
+        if next_size != size:
+            per_sequence = (need.used - used) / (next_size - size)
+        size, used = next_size, need.used
         if need.fits:
-            fits, bytes_that_fit = size, need.peak
+            fits = size
         else:
-            exceeds, bytes_that_exceed = size, need.peak
-        if not math.isinf(bytes_that_exceed):
-            per_sequence = (bytes_that_exceed - bytes_that_fit) / (exceeds - fits)
-        size = fits + math.floor((limit - bytes_that_fit) / max(per_sequence, 1))
-        size = min(max(size, fits + 1), exceeds - 1)
+            exceeds = size
     return fits
 
 

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +51,6 @@ HOST = "host"
 
 FORWARD = "the forward pass"
 BACKWARD_OF_LAST = "backward through the last layers"
-BACKWARD_OF_MIDDLE = "backward"
 BACKWARD_OF_FIRST = "backward through the first layers"
 OPTIMIZER = "the step of the optimizer"
 """Phases of a step. Blocks in the middle add the same bytes each to what exists in any of them."""
@@ -194,7 +192,7 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """
     if isinstance(hp.model, TransformersConfig):
         return _take_step_of_transformers(hp.model, hp, ranks)
-    few = 5
+    few = 4  # of three, what is in use at both ends overlaps
     if hp.own_model.n_layers <= few + 1:
         return take_step(hp, ranks)
     of_few = take_step(hp.replace(n_layers=few), ranks)
@@ -316,11 +314,9 @@ def _pair_of(tokens: Tensor) -> PairBatch:
 def _watch_backward(model: AnyModel, live: LiveBytes) -> None:
     """Let the phases of `live` change where the gradients of blocks exist."""
 
-    def watch(phase: str, _block: nn.Module, _inputs: Any, output: Any) -> None:
+    def watch(_block: nn.Module, _inputs: Any, output: Any) -> None:
         x = tree_leaves(output)[0]  # of model.py the first one of several
-        x.register_hook(lambda _gradient: live.start_phase(phase))
+        x.register_hook(lambda _gradient: live.start_phase(BACKWARD_OF_FIRST))
 
-    starts = {len(model.blocks) - 3: BACKWARD_OF_MIDDLE, 1: BACKWARD_OF_FIRST}
-    for last_block, phase in starts.items():
-        if 0 <= last_block < len(model.blocks):
-            model.blocks[last_block].register_forward_hook(partial(watch, phase))
+    if len(model.blocks) > 1:
+        model.blocks[1].register_forward_hook(watch)
