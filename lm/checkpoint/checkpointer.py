@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.config import CheckpointConfig
-from lm.checkpoint.contents import describe_state, match_tensors, read_tensors, verify_files
+from lm.checkpoint.contents import describe_state, read_tensors, require_tensors_of, verify_files
 from lm.checkpoint.layout import find_tensors
 from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import (
@@ -81,9 +81,9 @@ class SavedState:
             verify_files(self.path, self.manifest, self.share, self.n_shares)
         with self.world.all_or_none():
             found = find_tensors(self.path, self.manifest)
-            matched = match_tensors(self.path, found, state)
+            require_tensors_of(state, self.path, found)
         with self.world.all_or_none():
-            read_tensors(matched)
+            read_tensors(found, state)
 
 
 class PendingSave(NamedTuple):

@@ -6,9 +6,8 @@ that nothing is loaded that it has not accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from lm.checkpoint.layout import (
     require_sizes_of_model,
 )
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from lm.checkpoint.tensor_files import Source, State, read_into, scan_file
+from lm.checkpoint.tensor_files import Source, State, read_into, verify_file
 from lm.errors import ConfigError, limit_problems
 
 
@@ -56,11 +55,7 @@ def verify_files(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: in
     require_sizes_of_model(directory, manifest)
     for name, entry in sorted(manifest.files.items())[rank::n_ranks]:
         path = directory / name
-        content = scan_file(path, _slices_in(path))
-        if content.crc32c != entry.crc32c:
-            raise CheckpointError(f"{path}: damaged: its checksum does not match the manifest")
-        if not content.is_finite:
-            raise CheckpointError(f"{path}: contains inf or NaN; use another checkpoint")
+        verify_file(path, _slices_in(path), entry.crc32c)
 
 
 def _slices_in(path: Path) -> list[TensorSlice]:
@@ -74,20 +69,10 @@ def _slices_in(path: Path) -> list[TensorSlice]:
     return [piece for slices in tensors.values() for piece in slices]
 
 
-class MatchedTensor(NamedTuple):
-    """A live tensor, and where its values are."""
+def require_tensors_of(state: State, directory: Path, found: FoundTensors) -> None:
+    """Raise ConfigError if the tensors that were found in `directory` are not those of `state`.
 
-    name: str
-    tensor: Tensor
-    source: Source
-
-
-def match_tensors(directory: Path, found: FoundTensors, state: State) -> list[MatchedTensor]:
-    """Return where the values of all tensors of `state` were found in `directory`.
-
-    Raises:
-        ConfigError: lists up to 20 of the tensors that are missing, unexpected, or of another shape
-            or dtype.
+    It lists up to 20 that are missing, unexpected, or of another shape or dtype.
     """
     described: dict[str, str] = {}
     for part, tensors in state.items():
@@ -101,17 +86,13 @@ def match_tensors(directory: Path, found: FoundTensors, state: State) -> list[Ma
         raise ConfigError(
             f"{directory}: the tensors differ from the model's:", *limit_problems(problems)
         )
-    matched: list[MatchedTensor] = []
+
+
+def read_tensors(found: FoundTensors, state: State) -> None:
+    """Fill this rank's slices of the tensors of `state` with what was found; see `read_into`."""
     for part, tensors in state.items():
         for name, tensor in tensors.items():
-            matched.append(MatchedTensor(name, tensor, Source(found[part][name])))
-    return matched
-
-
-def read_tensors(matched: Sequence[MatchedTensor]) -> None:
-    """Fill this rank's slices of the tensors that `match_tensors` returned; see `read_into`."""
-    for _, tensor, source in matched:
-        read_into(tensor, source)
+            read_into(tensor, Source(found[part][name]))
 
 
 def load_weights(directory: Path, weights: Mapping[str, Tensor]) -> None:
@@ -127,5 +108,5 @@ def load_weights(directory: Path, weights: Mapping[str, Tensor]) -> None:
     saved: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         saved[name] = torch.empty_like(tensor, dtype=torch.float32, device="meta")
-    matched = match_tensors(directory, found, {"model": saved})
-    read_tensors([each._replace(tensor=weights[each.name]) for each in matched])
+    require_tensors_of({"model": saved}, directory, found)
+    read_tensors(found, {"model": weights})

@@ -252,19 +252,11 @@ def _read_rows(
         raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
 
 
-class FileContent(NamedTuple):
-    """What is in a file."""
-
-    crc32c: int
-    is_finite: bool
-    """whether no value is inf or NaN"""
-
-
-def scan_file(path: Path, slices: Iterable[TensorSlice]) -> FileContent:
-    """Read a file once, which holds `slices`, in little memory.
+def verify_file(path: Path, slices: Iterable[TensorSlice], crc32c: int) -> None:
+    """Compare the checksum of a file, which holds `slices`. Reads it once, in little memory.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: it cannot be read, has another checksum, or holds inf or NaN.
     """
     checksum = 0
     is_finite = True
@@ -282,7 +274,10 @@ def scan_file(path: Path, slices: Iterable[TensorSlice]) -> FileContent:
                 checksum = google_crc32c.extend(checksum, bytes(block))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    return FileContent(checksum, is_finite)
+    if checksum != crc32c:
+        raise CheckpointError(f"{path}: damaged: its checksum does not match the manifest")
+    if not is_finite:
+        raise CheckpointError(f"{path}: contains inf or NaN; use another checkpoint")
 
 
 def _read_blocks(file: BufferedReader, n_bytes: int) -> Iterator[bytearray]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lm import transformers_model
 from lm.checkpoint.compare import require_same_structure
-from lm.checkpoint.contents import match_tensors
+from lm.checkpoint.contents import require_tensors_of
 from lm.checkpoint.headers import TensorSlice, full_shape
 from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
@@ -383,8 +383,8 @@ def find_weights(directory: Path, config: AnyModelConfig) -> FoundWeights:
     with torch.device("meta"):
         state = lora.trained_parameters(new_model(config))
     found = find_tensors(directory, manifest)
-    matched = match_tensors(directory, found, {"model": state})
-    return FoundWeights({entry.name: entry.source for entry in matched})
+    require_tensors_of({"model": state}, directory, found)
+    return FoundWeights({name: Source(found["model"][name]) for name in state})
 
 
 def _is_equal(embedding: Tensor, head: Source) -> bool:
