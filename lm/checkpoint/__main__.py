@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lm.checkpoint.layout import find_tensors, require_sizes_of_model
 from lm.checkpoint.locate import locate_checkpoint, store_at
@@ -46,21 +46,20 @@ def list_run(run: str) -> tuple[list[str], bool]:
     if not saved and not errors:
         remedy = "pass the directory or URL of a run that has saved one"
         raise ConfigError(f"{store}: no checkpoints; {remedy}")
-    return _describe_all(store, saved, errors, verifies=False)
+    return _describe_all(store, saved, errors, check_listed)
 
 
 def _describe_all(
     store: CheckpointStore,
     saved: Sequence[SavedCheckpoint],
     errors: dict[Location, CheckpointError],
-    *,
-    verifies: bool,
+    check: Callable[[Location], tuple[Manifest, str]],
 ) -> tuple[list[str], bool]:
     """Return a line for each checkpoint of a run.
 
     Args:
         saved: with `errors`, what the store lists.
-        verifies: each is read.
+        check: `check_listed` or `verify_at`.
 
     Returns:
         The lines, and whether all are complete, as far as the run is not saving.
@@ -69,15 +68,7 @@ def _describe_all(
     for entry in saved:
         location = store.locate(entry.name)
         try:
-            manifest = store.read_manifest(location)
-            require_sizes_of_model(str(location), manifest)
-            checked = "all files present"
-            if verifies:
-                verify_at(location)
-                checked = "complete"
-            elif isinstance(location, DirectoryLocation):
-                find_tensors(location.path, manifest)
-            lines[entry] = describe(entry.name, manifest, checked)
+            lines[entry] = describe(entry.name, *check(location))
         except CheckpointError as error:
             errors[location] = error
     saving: list[Location] = []
@@ -95,8 +86,21 @@ def _describe_all(
     return found, not errors
 
 
-def verify_at(location: Location) -> Manifest:
-    """Return the manifest of the checkpoint at `location`, all of which was read."""
+def check_listed(location: Location) -> tuple[Manifest, str]:
+    """Return the manifest of the checkpoint at `location`, and how far it was checked.
+
+    No tensors are read, and in object storage no headers.
+    """
+    assert isinstance(location, PlainLocation)
+    manifest = location.read_manifest()
+    require_sizes_of_model(str(location), manifest)
+    if isinstance(location, DirectoryLocation):
+        find_tensors(location.path, manifest)
+    return manifest, "all files present"
+
+
+def verify_at(location: Location) -> tuple[Manifest, str]:
+    """Return what `check_listed` does of a checkpoint that is read."""
     from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
 
     assert isinstance(location, PlainLocation)
@@ -106,7 +110,7 @@ def verify_at(location: Location) -> Manifest:
         verify(path, manifest)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(str(path), str(location))) from None
-    return manifest
+    return manifest, "complete"
 
 
 @oserror_as_config_error
@@ -115,9 +119,9 @@ def verify_path(path: str) -> tuple[list[str], bool]:
     store = store_at(path)
     saved, errors = store.list_saved()
     if saved or errors:
-        return _describe_all(store, saved, errors, verifies=True)
+        return _describe_all(store, saved, errors, verify_at)
     location = locate_checkpoint(path)
-    return [describe(location.name, verify_at(location), "complete")], True
+    return [describe(location.name, *verify_at(location))], True
 
 
 @command
