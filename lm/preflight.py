@@ -347,6 +347,10 @@ def preflight(
         max_steps = _find_length(hp, data, batch_size)
         validation_rate = hp.metrics.validation_rate or hp.metrics.report_rate
         tasks = _read_tasks(hp.tasks, validation_rate, data)
+        searcher_of_trial = None
+        if trial is not None:
+            experiment = master.experiment_config(trial)
+            searcher_of_trial = Searcher.from_config(experiment, max_steps, validation_rate)
         derived = {"seed": seed, "max_steps": max_steps or None}
         if date is not None:
             derived["chat_template_date"] = date.isoformat()
@@ -376,11 +380,11 @@ def preflight(
             start=start,
             resume_plan=resume_plan,
             trial=trial,
-            searcher=_read_searcher(trial, max_steps, validation_rate),
+            searcher=searcher_of_trial,
             run_dir=run_dir,
             memory=memory,
         )
-        checked = run.searcher or Searcher.of_file(searcher, max_steps, validation_rate)
+        checked = searcher_of_trial or Searcher.of_file(searcher, max_steps, validation_rate)
         if checked is not None:
             check_searcher(checked, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))
@@ -488,11 +492,3 @@ def _prompt(hp: Hyperparameters, data: Data) -> list[int]:
         problem = f"{hp.run.prompt!r} has no token in dataset {hp.data.dataset}'s tokenizer"
         raise ConfigError(f"prompt: {problem}")
     return prompt
-
-
-def _read_searcher(
-    trial: det.ClusterInfo | None, max_steps: int, validation_rate: int
-) -> Searcher | None:
-    if trial is None:
-        return None
-    return Searcher.from_config(master.experiment_config(trial), max_steps, validation_rate)
