@@ -533,7 +533,8 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
     if "transformers_config" in defaults:
         _check_model_of_transformers(draft, given, defaults)
     else:
-        _check_structure(draft, given, defaults)
+        its_keys = _of_part(defaults, ModelConfig)
+        _refuse_other_values(draft, given, its_keys, _structure_of_model, "weights")
     if "lora_rank" in defaults:
         _check_adapters(draft, given, defaults)
     for key, value in defaults.items():
@@ -607,23 +608,38 @@ def _check_model_of_transformers(
         draft.set("packing", False, f"init_from: {source}: packing")
 
 
-def _check_structure(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse keys of `given` with which the weights of `init_from` would mean another model."""
-    source = draft.values["init_from"]
-    its_keys = {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
-    structure = _model_of(defaults).structure()
+def _refuse_other_values(
+    draft: _Draft,
+    given: Mapping[str, Any],
+    its_keys: Mapping[str, Any],
+    structure_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    what: str,
+) -> None:
+    """Refuse keys of `given` with which what `init_from` holds would mean something else.
+
+    Args:
+        its_keys: those of `init_from`.
+        structure_of: returns what it means with some values, and what null stands for in them.
+        what: it holds, e.g. weights.
+    """
+    structure = structure_of(its_keys)
     for key in [key for key in structure if key in given]:
-        try:  # as structure() writes values, with what null stands for
-            value = ModelConfig.model_validate(its_keys | {key: given[key]}).structure()[key]
+        try:
+            value = structure_of({**its_keys, key: given[key]})[key]
         except ValidationError:
             continue  # `_validate` reports it
         if value != structure[key]:
             label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
+            source = draft.values["init_from"]
             problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
-            remedy = f"remove {key}, or use other weights"
+            remedy = f"use other {what}"
             if key in ("rope_scaling", "rope_theta"):
-                remedy = f"remove {key}, or set it in {_CONFIG_OF_A_COPY}"
-            draft.refuse(key, f"{problem}; {remedy}", label)
+                remedy = f"set it in {_CONFIG_OF_A_COPY}"
+            draft.refuse(key, f"{problem}; remove {key}, or {remedy}", label)
+
+
+def _structure_of_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return ModelConfig.model_validate(values).structure()
 
 
 def _model_of(defaults: Mapping[str, Any]) -> AnyModelConfig:
@@ -667,16 +683,12 @@ def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[s
         remedy = "remove lora_rank, or merge them with PEFT's merge_and_unload()"
         raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}")
     model = _model_of(defaults)
-    its_keys = {key: defaults[key] for key in LoraConfig.model_fields}
-    structure = training.adapter_structure(LoraConfig.model_validate(its_keys), model)
-    for key in [key for key in structure if key in given]:
-        try:
-            config = LoraConfig.model_validate(its_keys | {key: given[key]})
-        except ValidationError:
-            continue  # `_validate` reports it
-        if training.adapter_structure(config, model)[key] != structure[key]:
-            problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
-            draft.refuse(key, f"{problem}; remove {key}, or use other adapters")
+
+    def structure_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return training.adapter_structure(LoraConfig.model_validate(values), model)
+
+    its_keys = _of_part(defaults, LoraConfig)
+    _refuse_other_values(draft, given, its_keys, structure_of, "adapters")
 
 
 _MAX_UNKNOWN = 20
