@@ -21,6 +21,7 @@ import textwrap
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -186,25 +187,18 @@ class RunRecords:
 
     def _summarize_validations(self) -> dict[str, str]:
         rows: dict[str, str] = {}
-        steps, losses = self.curve("validation", "loss")
-        if losses:
-            rows["validation loss"] = _format_last_and_best(steps, losses, min)
-        steps, bits = self.curve("validation", "bits_per_byte")
-        if bits:
-            rows["validation bits per byte"] = _format_last_and_best(steps, bits, min)
-        for metric in _REWARDS:
+        for metric in ("loss", "bits_per_byte", *_REWARDS):
             steps, values = self.curve("validation", metric)
             if values:
                 label = f"validation {metric.replace('_', ' ')}"
-                rows[label] = _format_last_and_best(steps, values, max)
+                find_best = max if metric in _REWARDS else min
+                rows[label] = _format_last_and_best(steps, values, find_best)
         for metric in self.reported(_SET_LOSS):
             _, losses = self.curve("validation", metric)
             rows[f"validation {metric}"] = f"{losses[-1]:.4f}, best {min(losses):.4f}"
         for metric in self.reported(_TASK_METRIC):
             steps, values = self.curve("validation", metric)
-            find_best = min
-            if metric.endswith("_acc"):
-                find_best = max
+            find_best = max if metric.endswith("_acc") else min
             rows[metric] = _format_last_and_best(steps, values, find_best)
         return rows
 
@@ -387,15 +381,10 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     # A panel is as wide as the columns in which it stands.
     rows: list[list[Any]] = [["loss"] * 6]
     heights = [5.0]  # inches
-    if "bits" in panels:
-        rows.append(["bits"] * 6)
-        heights.append(3.5)
-    if panels & {"acc", "bpb"}:
-        rows.append(["acc"] * 3 + ["bpb"] * 3)
-        heights.append(3.5)
-    if _REWARDS[0] in panels:
-        rows.append([_REWARDS[0]] * 3 + [_REWARDS[1]] * 3)
-        heights.append(3.5)
+    for names in (("bits",), ("acc", "bpb"), _REWARDS):
+        if panels.intersection(names):
+            rows.append([name for name in names for _ in range(6 // len(names))])
+            heights.append(3.5)
     rows.append([name for name in _PANELS for _ in range(2)])
     heights.append(2.5)
     figure = Figure(figsize=(11, sum(heights)))
@@ -432,14 +421,13 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
 def _set_margins(figure: Figure, n_rows: int) -> None:
     """Leave room for titles and labels; to measure them takes as long as to draw the figure."""
     height = figure.get_figheight()
-    inner = height - 0.4 - 0.55  # inches; of titles, and of ticks and labels
-    between = 0.9
-    row = (inner - between * (n_rows - 1)) / n_rows
+    top, bottom, between = 0.4, 0.55, 0.9  # inches; for titles, and for ticks and labels
+    row = (height - top - bottom - between * (n_rows - 1)) / n_rows
     figure.subplots_adjust(
         left=0.06,
         right=0.985,
-        top=1 - 0.4 / height,
-        bottom=0.55 / height,
+        top=1 - top / height,
+        bottom=bottom / height,
         wspace=0.45,
         hspace=between / row,
     )
@@ -447,20 +435,37 @@ def _set_margins(figure: Figure, n_rows: int) -> None:
 
 def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
     """Write the report on `runs` to `directory`. Return what was written."""
+    draw = None
+    if any(len(run.curve("training", "loss")[0]) > 1 for run in runs):
+        draw = partial(draw_curves, runs)
+    return write_files(directory, draw, partial(format_report, runs))
+
+
+def write_files(
+    directory: Path,
+    draw: Callable[[Path], None] | None,
+    format_text: Callable[[Path | None], str],
+) -> str:
+    """Write a report to `directory`. Return what was written.
+
+    Args:
+        draw: writes a picture; raises ImportError without matplotlib.
+        format_text: returns the text; its argument is the picture, if one was drawn.
+    """
     text = directory / REPORT
     picture = directory / PICTURE
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
     drawn: Path | None = None
     note = ""
-    if any(len(run.curve("training", "loss")[0]) > 1 for run in runs):
+    if draw is not None:
         try:
-            draw_curves(runs, picture)
+            draw(picture)
             drawn = picture
             note = f" and {PICTURE}"
         except ImportError:
             note = f" ({PICTURE} {requires('matplotlib')})"
-    text.write_text(format_report(runs, drawn), encoding="utf-8")
+    text.write_text(format_text(drawn), encoding="utf-8")
     return f"{text}{note}"
 
 

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lm.errors import escape_control
 from lm.launch.console import format_elapsed
-from lm.launch.requirements import requires
-from lm.report import PICTURE, REPORT, format_row
+from lm.report import PICTURE, format_row, write_files
 
 _MAX_STATUS = 48
 """Characters of a trial's state in a terminal, which shows all columns."""
@@ -41,11 +41,16 @@ class Row:
     def last_step(self) -> int:
         return max(self.values, default=0)
 
+    @property
+    def last_value(self) -> float:
+        """Of the metric, if it has one."""
+        return self.values[self.last_step]
+
     def result(self) -> str:
         """Return the last value of the metric, and its step."""
         if not self.values:
             return ""
-        return f"{self.values[self.last_step]:.4f} at step {self.last_step}"
+        return f"{self.last_value:.4f} at step {self.last_step}"
 
 
 def format_value(value: Any) -> str:
@@ -165,22 +170,26 @@ def write_report(
     directory: Path, ranked: Sequence[Row], metric: str, command: Sequence[str], explanation: str
 ) -> str:
     """Write the report on a search, whose best trial is first. Return what was written."""
+    format_text = partial(format_report, directory.name, ranked, metric, command, explanation)
+    return write_files(directory, partial(draw, ranked, metric), format_text)
+
+
+def format_report(
+    name: str,
+    ranked: Sequence[Row],
+    metric: str,
+    command: Sequence[str],
+    explanation: str,
+    picture: Path | None,
+) -> str:
+    """Return the report on the search `name` as Markdown."""
     best = ranked[0]
-    text = directory / REPORT
-    picture = directory / PICTURE
-    for file in (text, picture):
-        file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
-    note = f" and {PICTURE}"
-    try:
-        draw(ranked, best, metric, picture)
-    except ImportError:
-        note = f" ({PICTURE} {requires('matplotlib')})"
-    lines = [f"# Search {directory.name}", ""]
+    lines = [f"# Search {name}", ""]
     lines += [f"Best: {best.name}, {metric} {best.result()}. To train at its point:", ""]
     lines += [f"    {shlex.join(command)}", ""]
     if explanation:
         lines += [f"{explanation}.", ""]
-    if picture.exists():
+    if picture is not None:
         lines += [f"![learning curves and parallel coordinates]({PICTURE})", ""]
     keys = list(best.point)
     lines.append(format_row(["trial", *keys, metric, "step", "state"]))
@@ -188,14 +197,13 @@ def write_report(
     for row in ranked:
         value = ""
         if row.values:
-            value = f"{row.values[row.last_step]:.4f}"
+            value = f"{row.last_value:.4f}"
         values = [format_value(each) for each in row.point.values()]
         state = row.state
         if row.note:
             state = f"{state}: {row.note}"
         lines.append(format_row([row.name, *values, value, str(row.last_step), state]))
-    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"{text}{note}"
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -224,13 +232,17 @@ def _spread(numbers: Sequence[float]) -> list[float]:
     return [(number - low) / width for number in numbers]
 
 
-def draw(rows: Sequence[Row], best: Row, metric: str, path: Path) -> None:
-    """Draw learning curves and parallel coordinates; raise ImportError without matplotlib."""
+def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
+    """Draw learning curves and parallel coordinates of trials, of which the first is the best.
+
+    Raises ImportError without matplotlib.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    best = rows[0]
     measured = [row for row in rows if row.values]
-    final_values = [row.values[row.last_step] for row in measured]
+    final_values = [row.last_value for row in measured]
     styles: list[dict[str, Any]] = []
     for row, position in zip(measured, _spread(final_values), strict=True):
         if row is best:
