@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from determined import core
 from determined.common.api import bindings
@@ -17,16 +18,16 @@ def let_reports_wait() -> None:
     _Shipper.METRICS_QUEUE_MAXSIZE = 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def replace_post_metrics(
-    train: core.TrainContext, wrap: Callable[[Callable[..., None]], Callable[..., None]]
-) -> None:
-    """Replace the function that sends a report, in Core API's thread, by `wrap(function)`.
+def replace_post_metrics(train: core.TrainContext, replacement: Callable[..., None]) -> None:
+    """Call `replacement` where Core API's thread calls a function that sends a report.
+
+    Its first argument is that function, the others are those of the call.
 
     Raises:
         AttributeError: this version sends reports in another way.
     """
     shipper = train._metrics._shipper
-    shipper._post_metrics = wrap(shipper._post_metrics)
+    shipper._post_metrics = partial(replacement, shipper._post_metrics)
 
 
 def read_trial_state(train: core.TrainContext) -> bindings.trialv1State:

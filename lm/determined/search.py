@@ -380,19 +380,20 @@ class SearchStop:
         if rank == 0 and searcher is not None and searcher.stops_trials:
             # There is no public way to know when a report has been sent.
             try:
-                private.replace_post_metrics(train, self._asking_after)
+                private.replace_post_metrics(train, self._report_and_ask)
             except AttributeError:
                 problem = f"version {det.__version__} reports in another way than 0.38.1"
                 remedy = "a search could not stop this trial; use a cluster of version 0.38.1"
                 raise ConfigError(f"determined: {problem}, and {remedy}", rank_local=True) from None
 
-    def _asking_after(self, send_report: Callable[..., None]) -> Callable[..., None]:
-        """Return `send_report`, followed by the question what the search has decided."""
-        self._send_report = send_report
-        return self._send_report_and_ask
-
-    def _send_report_and_ask(
-        self, group: str, steps_completed: int, metrics: dict[str, Any], *rest: Any, **others: Any
+    def _report_and_ask(
+        self,
+        send_report: Callable[..., None],
+        group: str,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        *rest: Any,
+        **others: Any,
     ) -> None:
         """Send a report; after one of a validation, ask what the search has decided by it.
 
@@ -401,7 +402,7 @@ class SearchStop:
         assert self._searcher is not None
         is_validation = group == "validation" and steps_completed < self._searcher.max_steps
         try:
-            self._send_report(group, steps_completed, metrics, *rest, **others)
+            send_report(group, steps_completed, metrics, *rest, **others)
             if is_validation:
                 value = metrics[self._searcher.metric]
                 self._question = f"{self._searcher.metric} {value:.4f} at step {steps_completed}"
