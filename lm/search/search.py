@@ -6,6 +6,7 @@ lock            names the process that runs the search
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import os
@@ -31,7 +32,7 @@ from lm.model_config import ModelConfig
 from lm.runtime.lease import in_use_error
 from lm.runtime.run_dir import SEARCH_FILE, RunDir, lock_file, make_directory
 from lm.search.experiment import Experiment, Point
-from lm.search.halving import Bracket, Replay, Standing, asha_brackets, single_bracket
+from lm.search.halving import Replay, Standing, asha_brackets, single_bracket
 from lm.search.report import Row
 from lm.search.trials import Settings, Trial
 from lm.tasks.questions import read_tasks
@@ -239,12 +240,8 @@ class Search:
 
     def replay(self) -> Replay:
         """Return where all trials are, computed from their files."""
-        brackets = [
-            Bracket(each.rungs, each.max_trials, each.n_at_start, each.divisor)
-            for each in self._brackets
-        ]
         replay = Replay(
-            brackets,
+            copy.deepcopy(self._brackets),  # a replay counts in them
             result=lambda number, rung: self.trials[number].objective(rung),
             arrival=lambda number, rung: self.trials[number].flops_until(rung),
         )
@@ -274,7 +271,7 @@ class Search:
         def key(row: Row) -> tuple[int, int, float]:
             if not row.values:
                 return 2, 0, 0.0
-            value = self.experiment.searcher.sign * row.values[row.last_step]
+            value = self.experiment.searcher.sign * row.last_value
             if row.state == "completed":
                 return 0, 0, value
             return 1, -row.last_step, value
@@ -284,9 +281,9 @@ class Search:
     def overtaken(self, ranked: Sequence[Row]) -> list[Row]:
         """Return the trials that were stopped, though their last value is better than the best."""
         sign = self.experiment.searcher.sign
-        best = sign * ranked[0].values[ranked[0].last_step]
+        best = sign * ranked[0].last_value
         stopped = [row for row in ranked if row.state == "stopped"]
-        return [row for row in stopped if sign * row.values[row.last_step] < best]
+        return [row for row in stopped if sign * row.last_value < best]
 
     def command_of(self, row: Row) -> list[str]:
         """Return the arguments that train from step 0 with all the hyperparameters of a trial."""
