@@ -54,7 +54,7 @@ from lm.data.progress import progress_bar
 from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
-from lm.determined.search import SearchStop, read_experiment, step_to_stop_at
+from lm.determined.search import SearchStop, read_experiment
 from lm.errors import ConfigError, RunError
 from lm.hf import adapters, weights
 from lm.launch.console import announce, print_error, record_error
@@ -293,11 +293,7 @@ class Trainer:
         )
         self.signals = PreemptionSignals(world.rank)  # SIGTERM, SIGINT, SIGUSR2, SIGHUP
         self.search_stop = SearchStop(
-            run.searcher,
-            context.train,
-            world.rank,
-            hp.run.collective_timeout,
-            step_to_stop_at(os.environ),
+            run.searcher, context.train, world.rank, hp.run.collective_timeout
         )
 
     def state(self) -> State:

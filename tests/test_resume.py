@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from lm import sampling
+from lm import sampling, strict_yaml
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.data.tokenizer import TOKENIZER_JSON
@@ -77,6 +77,8 @@ def test_stop_at_step_keeps_the_schedule_of_all_steps(tmp_path: Path) -> None:
         )
         assert "stopped after step 3/10 as stop_at_step is 3" in result.stdout
         assert list(checkpoints_by_step(parts)) == [3]
+    (config,) = parts.glob("runs/*/config.yaml")
+    assert strict_yaml.load_experiment(config)[0]["hyperparameters"]["stop_at_step"] is None
     run_fsdp(parts, code=0, config=decaying)
     for group in ("training", "validation"):
         assert read_exact_metrics(parts, group) == read_exact_metrics(tmp_path / "whole", group)

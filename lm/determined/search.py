@@ -27,9 +27,6 @@ TIME_METRIC = "batches"
 DECISION_TIMEOUT = 10.0
 """Longest wait for a searcher's decision before training continues without it (seconds)."""
 
-STOP_VARIABLE = "SEARCH_STOP_STEP"
-"""Environment variable of trials of `lm.search`."""
-
 INPUTS_VARIABLE = "SEARCH_INPUTS"
 """Environment variable of trials of `lm.search`: their inputs as JSON; see `require_inputs`."""
 
@@ -275,20 +272,6 @@ def _cancels_retries(policy: Mapping[str, Any]) -> bool:
         return False
 
 
-def step_to_stop_at(env: Mapping[str, str]) -> int | None:
-    """Return the step after whose validation `lm.search` stops this run; None = it does not."""
-    step = env.get(STOP_VARIABLE)
-    if step is None:
-        return None
-    try:
-        return int(step)
-    except ValueError:
-        raise ConfigError(
-            f"environment: {STOP_VARIABLE}={step!r} is not an integer; unset it: lm.search sets it"
-            " for its trials"
-        ) from None
-
-
 def search_inputs(env: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the inputs that `lm.search` has found for this run; None = it has not started it."""
     text = env.get(INPUTS_VARIABLE)
@@ -343,19 +326,15 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SearchStop:
-    """Whether the search has stopped this trial.
+    """Whether the search of a cluster has stopped this trial.
 
     Determined 0.38 marks the trial and signals nothing. The searcher decides inside of the call
     that reports a validation. Core API makes that call in a separate thread, which then asks for
     the trial's state. On ranks other than 0, the answer is not known.
 
-    Off the cluster, `lm.search` stops the trial after the validation at each rung, and starts it
-    again if it survives.
-
     Args:
         searcher: None outside of trials.
         collective_timeout: seconds after which the other ranks, which wait for rank 0, fail.
-        stop_step: of a trial of `lm.search`.
     """
 
     def __init__(
@@ -364,12 +343,10 @@ class SearchStop:
         train: core.TrainContext,
         rank: int,
         collective_timeout: float,
-        stop_step: int | None = None,
     ) -> None:
         self.reason: str | None = None
         """who stopped the trial, and why; None = not stopped"""
         self._searcher = searcher
-        self._stop_step = stop_step
         self._train = train
         self._rank = rank
         self._timeout = min(DECISION_TIMEOUT, collective_timeout / 2)
@@ -430,9 +407,6 @@ class SearchStop:
 
         If so, rank 0 waits until the decision is known, at most `DECISION_TIMEOUT`.
         """
-        if self._stop_step is not None and step >= self._stop_step:
-            self.reason = "at a rung by lm.search, which resumes it if it is among the best"
-            return True
         if self._searcher is None or step >= self._searcher.max_steps:
             return False
         if not self._searcher.decides_at(step):

@@ -135,8 +135,7 @@ class RunDir:
                 path.rmdir()
             if [*self.path.iterdir()] == [self._lock]:
                 self._lock.unlink()
-                for path in (self.path, *self.path.parents):
-                    path.rmdir()
+                os.removedirs(self.path)  # with `RUNS`, if it is empty now
 
     def _create_and_lock(self) -> None:
         if (self.path / SEARCH_FILE).exists():
@@ -187,7 +186,7 @@ class RunDir:
         import yaml
 
         name = self.path.relative_to(RUNS).as_posix()
-        resumable = dict(hyperparameters) | {"run_name": name, "resume": "auto"}
+        resumable = {**hyperparameters, "run_name": name, "resume": "auto", "stop_at_step": None}
         config = yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False)
         try:
             replace_durably(self.config, config.encode())

@@ -21,7 +21,7 @@ from typing import Any
 
 from lm import strict_yaml
 from lm.config import REPOSITORY, Hyperparameters
-from lm.determined.search import INPUTS_VARIABLE, STOP_VARIABLE, Searcher, differences
+from lm.determined.search import INPUTS_VARIABLE, Searcher, differences
 from lm.errors import ConfigError, make_printable
 from lm.fileio import Line, open_regular, read_bytes, read_records, replace_durably
 from lm.launch.spawn import die_with_parent
@@ -42,7 +42,6 @@ _OF_OTHER_LAUNCHERS = (
     "LOCAL_WORLD_SIZE",
     "RESTART_WHEN_STOPPED",
     "MAKE_TARGET",
-    STOP_VARIABLE,
     INPUTS_VARIABLE,
 )
 """Environment variables that trials do not get from the search: each is a separate job."""
@@ -247,12 +246,12 @@ class TrialProcess:
         variables = dict(os.environ) | dict(env)
         for name in _OF_OTHER_LAUNCHERS:
             variables.pop(name, None)
-        step = trial.settings.step_of(rung)
-        if step < trial.settings.searcher.max_steps:
-            variables[STOP_VARIABLE] = str(step)
         variables[INPUTS_VARIABLE] = json.dumps(trial.settings.inputs)
         command = [sys.executable, "-m", "lm.launch", "--nproc", str(n_ranks)]
         command += [str(REPOSITORY / "fsdp.py"), "--config", str(trial.config)]
+        step = trial.settings.step_of(rung)
+        if step < trial.settings.searcher.max_steps:
+            command.append(f"stop_at_step={step}")
         with (
             open(trial.path / "stdout.txt", "ab", opener=open_regular) as out,
             open(trial.path / "stderr.txt", "wb", opener=open_regular) as errors,

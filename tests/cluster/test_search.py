@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lm.determined.search import (
-    STOP_VARIABLE,
-    Searcher,
-    adaptive_asha_rungs,
-    retry_warning,
-    step_to_stop_at,
-)
+from lm.determined.search import Searcher, adaptive_asha_rungs, retry_warning
 from lm.errors import ConfigError
 from tests.support import REPOSITORY
 from tests.support.cluster.searcher import Halving
@@ -201,12 +195,3 @@ def test_retry_warning_of_a_search_without_a_policy() -> None:
         assert "\n" not in warning
     assert retry_warning(SEARCH | {"log_policies": [], "max_restarts": 0}) is None
     assert retry_warning(SEARCH | {"log_policies": [], "searcher": {"name": "single"}}) is None
-
-
-@pytest.mark.parametrize("value", ["", "five", "2.5"])
-def test_step_to_stop_at_refuses_what_is_no_integer(value: str) -> None:
-    with pytest.raises(ConfigError, match=STOP_VARIABLE) as error:
-        step_to_stop_at({STOP_VARIABLE: value})
-    assert len(error.value.problems) == 1
-    assert step_to_stop_at({STOP_VARIABLE: "25"}) == 25
-    assert step_to_stop_at({}) is None
