@@ -377,6 +377,8 @@ _NOT_OF_THE_MODEL = (
 
 
 def _import_transformers() -> Any:
+    # Which transformers would call for its functions, and RWKV download kernels with.
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]  # as if it were not installed
     try:
         with quiet():  # torchao, which it imports, logs what a CPU does not have
             import transformers

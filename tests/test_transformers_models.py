@@ -787,7 +787,11 @@ def test_kernels_of_other_packages_are_not_called(tmp_path: Path) -> None:
         "fla/ops": (),
         "fla/ops/gated_delta_rule": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
         "causal_conv1d": ("causal_conv1d_fn", "causal_conv1d_update"),
+        "kernels": (),
     }
+    version = tmp_path / "kernels-0.18.2.dist-info" / "METADATA"
+    version.parent.mkdir()
+    version.write_text("Name: kernels\nVersion: 0.18.2\n")
     for package, names in functions.items():
         file = tmp_path / package / "__init__.py"
         file.parent.mkdir()
