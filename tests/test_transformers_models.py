@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -61,10 +61,17 @@ pytestmark = [
 
 WIDE = {"intermediate_size": 128}
 """of which all linear layers have a multiple of 64 inputs"""
-KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "gpt_oss", "qwen3_5_text")
-"""convolutions, layers that share keys, scaled queries, latent experts, masks without positions,
-linear attention"""
-HYBRID_MIXTURE = "qwen3_5_moe_text"
+KINDS = ("lfm2", "gemma4_text", "ministral3", "glm4_moe", "qwen3_5_text")
+"""convolutions, layers that share keys, scaled queries, latent experts, linear attention"""
+MIXTURES = {
+    "gpt_oss": "num_local_experts",
+    "granitemoe": "num_local_experts",
+    "mixtral": "num_local_experts",
+    "olmoe": "num_experts",
+    "qwen3_5_moe_text": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+"""-> the key of how many experts they have: three, fewer than ranks"""
 DENSE = ("gemma3_text", "glm4", "granite", "olmo3", "phi3", "smollm3")
 """windows in some layers, half of a head rotated, multipliers, windows in some layers, matrices
 that are several, layers without positions"""
@@ -108,7 +115,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     for kind in (*KINDS, "phi3", LEAKY):
         save_model(kind, folder / kind)
-    save_model(HYBRID_MIXTURE, folder / HYBRID_MIXTURE, {"num_experts": 3})
+    for kind, key in MIXTURES.items():
+        save_model(kind, folder / kind, {key: 3})
     for kind in ("ministral3", "qwen3_5_text", "gpt_oss"):
         save_model(kind, folder / f"{kind}-wide", WIDE)
     save_wrapper(folder / "wrapper")
@@ -139,27 +147,42 @@ def reference_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[floa
 # ---- training
 
 
+class Trained(NamedTuple):
+    """Runs of all kinds on some ranks."""
+
+    folder: Path
+    losses: dict[str, list[float]]
+
+
+@pytest.fixture(scope="module")
+def trained(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Trained]:
+    """Runs on one, two and four ranks: on four, of mixtures."""
+    runs: dict[int, Trained] = {}
+    for ranks, kinds in {1: [*KINDS, *MIXTURES], 2: [*KINDS, *MIXTURES], 4: [*MIXTURES]}.items():
+        folder = tmp_path_factory.mktemp("trained")
+        batch_size = 2 if ranks == 1 else 1
+        of_kinds = {kind: settings(models[kind], batch_size=batch_size) for kind in kinds}
+        losses = run_ranks(ranks, train_each, str(folder), of_kinds, {})[0]
+        runs[ranks] = Trained(folder, losses)
+    return runs
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, HYBRID_MIXTURE])
+@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
 def test_models_of_transformers_train_as_in_a_plain_loop(
-    kind: str, models: dict[str, Path], tmp_path: Path
+    kind: str, models: dict[str, Path], trained: dict[int, Trained], tmp_path: Path
 ) -> None:
     """A mixture also on more ranks than experts."""
-    hyperparameters = settings(models[kind])
-    expected = reference_losses(models[kind], hyperparameters)
-    runs = {1: {"sharding": "no-shard"}, 2: {"sharding": "full-shard", "batch_size": 1}}
-    if kind == HYBRID_MIXTURE:
-        runs = {2: runs[2], 4: runs[2]}
-    for ranks, changes in runs.items():
-        folder = tmp_path / str(ranks)
-        done = run_fsdp(folder, ranks=ranks, config=hyperparameters | changes, code=0)
-        assert f"loaded the weights of {models[kind]} in " in done.stdout
-        losses = [report["loss"] for report in read_reports(folder).values()]
-        assert losses == pytest.approx(expected, rel=1e-6), ranks
+    expected = reference_losses(models[kind], settings(models[kind]))
     assert expected[0] - expected[-1] > 1e-3
+    for ranks, runs in trained.items():
+        if kind in MIXTURES or ranks < 4:
+            assert runs.losses[kind] == pytest.approx(expected, rel=1e-6), ranks
 
     out = tmp_path / "out"
-    checkpoint = checkpoints_by_step(tmp_path / "2")[20]
+    checkpoint = checkpoints_by_step(trained[2].folder, kind)[20]
     export.export_model(checkpoint, out)
     exported = load_reference(out)
     ours = load_merged_model(checkpoint, torch.device("cpu"))
