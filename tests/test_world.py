@@ -414,7 +414,7 @@ import os, sys, torch
 from lm.launch.launch import Launch
 from lm.runtime.rendezvous import join_world
 os.sched_setaffinity(0, eval(sys.argv[1])[int(os.environ["RANK"])])
-with join_world(Launch.from_env(os.environ), 60):
+with join_world(Launch.from_env(os.environ), 60) as world, world.all_or_none():
     os.write(1, f"{torch.get_num_threads()}\\n".encode())
 """
 
