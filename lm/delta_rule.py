@@ -281,10 +281,15 @@ COMPUTED_BY: Mapping[Any, Callable[..., Any]] = {
 @register_flop_formula(torch.ops.lm.gated_delta_rule)
 def _count_flops(_query: Any, key: Any, value: Any, *_: Any, **_out: Any) -> int:
     """Return the FLOPs of the products of a forward pass, from shapes."""
-    tokens = math.prod(value[:3])  # of all heads
-    width, out = key[-1], value[-1]
-    in_chunk = 3 * CHUNK * width + 2 * CHUNK * out
-    return 2 * tokens * (in_chunk + 3 * width * out)
+    n_tokens = math.prod(value[:3])  # of all heads
+    key_width = key[-1]
+    value_width = value[-1]
+    # Of a token with the others of its chunk: K K^T, Q K^T and the reads W, as wide as keys; the
+    # news N before they are corrected and the output in the chunk, as wide as values.
+    in_chunk = CHUNK * (3 * key_width + 2 * value_width)
+    # With the state, K by V: its correction of the news, its next value, and the output.
+    with_state = 3 * key_width * value_width
+    return 2 * n_tokens * (in_chunk + with_state)
 
 
 @register_flop_formula(torch.ops.lm.gated_delta_rule_backward)

@@ -66,13 +66,18 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
 
 
-_OPERATORS = (torch.ops.lm.grouped_mm, torch.ops.aten._grouped_mm)
+def _count_flops(a: Any, b: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Return the FLOPs of the products of all groups, from the shapes of `a` and `b`.
+
+    Each value of `a` is in one group, and there a factor once for each column of `b`.
+    """
+    n_rows, n_columns = a[-2:]
+    return 2 * n_rows * n_columns * b[-1]
 
 
-@register_flop_formula([operator for operator in _OPERATORS if operator not in flop_registry])
-def _(a: Any, b: Any, *_args: Any, **_kwargs: Any) -> int:
-    """Return the FLOPs of one of the products, from shapes."""
-    return 2 * a[-2] * a[-1] * b[-1]
+for _operator in (torch.ops.lm.grouped_mm, torch.ops.aten._grouped_mm):
+    if _operator not in flop_registry:  # PyTorch may have a formula, too
+        register_flop_formula(_operator)(_count_flops)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
