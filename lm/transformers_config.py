@@ -82,6 +82,5 @@ AnyModelConfig = ModelConfig | TransformersConfig
 def model_config(values: dict[str, Any]) -> AnyModelConfig:
     """Return the config of a model from the values of its keys."""
     if "transformers_config" in values:
-        values = {key: value for key, value in values.items() if key != "n_used_weights"}
-        return TransformersConfig.model_validate(values)  # older checkpoints have one key more
+        return TransformersConfig.model_validate(values)
     return ModelConfig.model_validate(values)

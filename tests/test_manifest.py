@@ -41,6 +41,7 @@ from tests.support.checkpoints import (
     save_toy,
     toy_model,
 )
+from tests.support.hyperparameters import OF_TRANSFORMERS
 from tests.support.ranks import run_ranks
 
 
@@ -111,9 +112,15 @@ def test_load_refuses_a_thousand_corruptions(saved: list[Path], victim: Path) ->
     load_weights(victim, toy_model(-1).state_dict())
 
 
-def test_read_manifest_drops_keys_of_earlier_versions(victim: Path) -> None:
-    model = read_manifest(victim).model
-    forge_manifest(victim, model=model | FORMER_KEYS)
+@pytest.mark.parametrize(
+    ("model", "former_keys"),
+    [(RUN_INFO.model, FORMER_KEYS), (OF_TRANSFORMERS.model_dump(), {"n_used_weights": 8})],
+    ids=["model.py", "transformers"],
+)
+def test_read_manifest_drops_keys_of_earlier_versions(
+    model: dict[str, Any], former_keys: dict[str, Any], victim: Path
+) -> None:
+    forge_manifest(victim, model=model | former_keys)
     assert read_manifest(victim).model == model
 
 

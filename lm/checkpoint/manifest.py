@@ -55,6 +55,9 @@ DRAFT = f"{MANIFEST}.draft"
 _TENSOR_FILE = r"(model|optim|scaler|spikes|reference)-\d{5}-\d{5}\.safetensors"
 FILE_NAME = re.compile("|".join([_TENSOR_FILE, *map(re.escape, TOKENIZER_FILES)]))
 
+_IGNORED = FORMER_KEYS.keys() | {"n_used_weights"}
+"""Keys of a model that earlier versions wrote."""
+
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -269,7 +272,7 @@ def _without_former_keys(path: Path | str, model: Any) -> Any:
         raise ConfigError(
             f"{path}: {problem}; development versions before 26 November 2026 read it: {remedy}"
         )
-    return {name: value for name, value in model.items() if name not in FORMER_KEYS}
+    return {name: value for name, value in model.items() if name not in _IGNORED}
 
 
 def _require_model(path: Path | str, fields: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from lm import config
+from lm.transformers_config import Examined, TransformersConfig
 
 TINY: dict[str, Any] = {
     "d_model": 32,
@@ -43,6 +44,17 @@ REQUEUED_RUN: dict[str, Any] = EXACT_RUN | {
     "checkpoint_rate": 1000,
 }
 """Hyperparameters of a run that a scheduler stops and requeues."""
+
+_ANSWERS = [name for name, field in Examined.model_fields.items() if field.is_required()]
+OF_TRANSFORMERS = TransformersConfig(
+    transformers_config={"norm_eps": 1e-5},
+    examined=Examined.model_validate(dict.fromkeys(_ANSWERS, True)),
+    vocab_size=64,
+    max_seq_len=16,
+    n_parameters=1,
+    linear_layers=[],
+)
+"""A model of transformers that is described, and of no class."""
 
 _KEYS = frozenset(config.FIELDS)
 
