@@ -56,6 +56,7 @@ from lm.determined import master
 from lm.determined.context import TorchDistributedContext
 from lm.determined.search import SearchStop, read_experiment
 from lm.errors import ConfigError, RunError
+from lm.flops import count_flops_per_token
 from lm.hf import adapters, weights
 from lm.launch.console import announce, print_error, record_error
 from lm.launch.launch import Launch, exit_code_of_stop
@@ -76,7 +77,6 @@ from lm.runtime.world import PendingFlags, World
 from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.balance import ExpertBalance
-from lm.training.flops import count_flops_per_token
 from lm.training.transfer import Transfer
 from lm.transformers_model import AnyModel, kept_in_float32, new_model
 from lm.units import format_bytes
@@ -286,7 +286,7 @@ class Trainer:
         if hp.data.packing:
             peak = peak_flops(world.device, run.amp_dtype)
         flops = None
-        if peak is not None:
+        if peak is not None and world.rank == 0:  # which alone logs it
             flops = count_flops_per_token(hp.lora, hp.model)
         self.accumulator = MetricsAccumulator(
             world.device, world, flops, peak, self.objective.statistics

@@ -13,6 +13,7 @@
 5  lm.config, lm.hf                              all hyperparameters; Hugging Face models
 4  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
 4  lm.objectives                                 what is minimized: next token, preferences
+4  lm.flops                                      what a token computes
 3  lm.training, lm.metrics, lm.data              what a step is made of
 3  lm.sampling                                   text from a model
 2  lm.transformers_model                         models of transformers, as model.py's

@@ -25,6 +25,7 @@ from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
+from lm.flops import count_flops_per_token
 from lm.hf import __main__ as hf_main
 from lm.hf import adapters, export, weights
 from lm.hf import base as hf_base
@@ -32,7 +33,6 @@ from lm.memory import count_state
 from lm.resume import ResumePlan, load_checkpoint
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
-from lm.training.flops import count_flops_per_token
 from lm.transformers_model import AnyModel, new_model
 from model import Transformer
 from tests.support import REPOSITORY

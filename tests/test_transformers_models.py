@@ -17,6 +17,7 @@ from torch import nn
 
 from lm import sampling
 from lm.errors import ConfigError
+from lm.flops import count_flops_per_token
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, examine, export
 from lm.hf.base import load_merged_model, load_trained_model, open_model
@@ -28,7 +29,6 @@ from lm.tasks.scoring import Scorer
 from lm.tasks.task import Choice, Question, Task
 from lm.training import lora, nf4, parallelize
 from lm.training.config import LoraConfig
-from lm.training.flops import count_flops_per_token
 from lm.transformers_model import (
     NETWORK,
     TransformersModel,
@@ -704,6 +704,22 @@ def test_flops_counted_of_a_class_are_those_of_model_py(
     theirs = examined_config(config_json.write_config(ours, "float32", None))
     expected = count_flops_per_token(lora_config, ours)
     assert count_flops_per_token(lora_config, theirs) == expected
+
+
+def test_flops_are_counted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For each rank and for each length, whatever the scale of the adapters is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def count(length: int, **adapters: Any) -> float | None:
+        model = ModelConfig.model_validate(LLAMA | {"max_seq_len": length})
+        return count_flops_per_token(LoraConfig.model_validate(adapters), model)
+
+    count(32, lora_rank=4)
+    (kept,) = (tmp_path / "lm" / "hashes").iterdir()
+    kept.write_text("5.0")
+    assert count(32, lora_rank=4, lora_alpha=8, lora_dropout=0.5) == 5
+    others = [count(32, lora_rank=5), count(32, lora_rank=4, lora_targets=["o_proj"])]
+    assert len({5, count(32), count(64, lora_rank=4), *others}) == 5
 
 
 def test_flops_of_a_hybrid_are_those_of_its_products() -> None:

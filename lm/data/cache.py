@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from importlib import metadata
@@ -124,11 +124,18 @@ _SOURCES = _hash_sources()
 @functools.cache
 def _code() -> list[str]:
     """Return what identifies the code that computes: the sources of this package, and versions."""
-    code = [_SOURCES]
-    for name in _LIBRARIES:
-        with suppress(metadata.PackageNotFoundError):
-            code.append(f"{name} {metadata.version(name)}")
-    return code
+    return [_SOURCES, *describe_packages(_LIBRARIES)]
+
+
+def describe_packages(names: Iterable[str]) -> list[str]:
+    """Return the installed version of each package."""
+    described: list[str] = []
+    for name in names:
+        try:
+            described.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            described.append(f"no {name}")
+    return described
 
 
 def describe_files(files: Sequence[Path]) -> list[tuple[str, str]]:

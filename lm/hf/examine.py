@@ -27,8 +27,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -37,7 +35,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from lm.data.cache import cached
+from lm.data.cache import cached, describe_files, describe_packages
 from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs
 from lm.launch.console import warn
@@ -159,27 +157,21 @@ def examine(values: Mapping[str, Any]) -> Examination:
         found = _examine(values)
         (directory / _RESULT).write_text(found.model_dump_json(indent=1))
 
-    entry = cached({"examination": values, "versions": _versions()}, build)
+    entry = cached({"examination": values, **_code()}, build)
     return Examination.model_validate_json((entry / _RESULT).read_bytes())
 
 
 _RESULT = "examination.json"
 
 
-def _versions() -> list[str]:
+def _code() -> dict[str, Any]:
     """Return what the answers depend on besides the config: versions, and this code."""
-    versions = [f"torch {torch.__version__}"]
-    for name in ("transformers", *_KERNELS):
-        try:
-            versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"no {name}")
     here = Path(__file__)
     room = here.parent.parent
     code = [here, here.with_name("small_config.py")]
     code += [room / "transformers_model.py", room / "delta_rule.py"]
-    versions += [sha256(path.read_bytes()).hexdigest() for path in code]
-    return versions
+    versions = describe_packages(["torch", "transformers", *_KERNELS])
+    return {"versions": versions, "files": describe_files(code)}
 
 
 def _examine(values: Mapping[str, Any]) -> Examination:

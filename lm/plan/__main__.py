@@ -26,6 +26,7 @@ from lm.config import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError, command
 from lm.fileio import home_path
+from lm.flops import count_flops_per_token
 from lm.hf import adapters, weights
 from lm.launch.machine import host_memory
 from lm.memory import USABLE, Ranks
@@ -33,7 +34,6 @@ from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.presets import PRESETS
 from lm.training import parallelize
-from lm.training.flops import count_flops_per_token
 from lm.training.precision import choose_dtype
 from lm.units import format_bytes, format_count, format_parameters
 
