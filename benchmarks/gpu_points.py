@@ -196,7 +196,7 @@ class Bench:
                 self.now()
             step = self.now() - start
         tokens = derive_global_batch_size(hp.data, 1) * hp.model.max_seq_len
-        flops = tokens * hp.model.flops_per_token(hp.model.max_seq_len)
+        flops = tokens * hp.own_model.flops_per_token(hp.model.max_seq_len)
         rate = flops / statistics.median(found["step_seconds"])
         peak_rate = peak_flops(self.device, precision.compute_dtype(hp.precision, self.device))
         mfu: float | None = None

@@ -230,7 +230,7 @@ def _expect_result(
     if name == "torchtitan":
         hp = convert_to_llama(hp)
     tokens = derive_global_batch_size(hp.data, args.nproc) * hp.model.max_seq_len
-    flops = tokens * hp.model.flops_per_token(hp.model.max_seq_len)
+    flops = tokens * hp.own_model.flops_per_token(hp.model.max_seq_len)
     return Result(name, contender.first_step, tokens, flops)
 
 

@@ -70,11 +70,6 @@ class TransformersConfig(Config, frozen=True):
         """Return what weights depend on: the keys of the class's own config."""
         return self.transformers_config | {"vocab_size": self.vocab_size}
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Return six per parameter: enough to compare runs, which `lm.training.flops` counts."""
-        del seq_len
-        return 6.0 * self.n_parameters
-
 
 AnyModelConfig = ModelConfig | TransformersConfig
 

@@ -22,20 +22,22 @@ from filelock import FileLock
 from lm.data.run_data import open_data
 from lm.determined.search import OTHER_INPUTS, differences
 from lm.errors import MAX_LINE, ConfigError, RunError
+from lm.hf import config_json
+from lm.hf.weights import examined_config
 from lm.inputs import fingerprint_inputs
 from lm.launch.signals import STOP_SIGNALS
+from lm.model_config import ModelConfig
 from lm.runtime.run_dir import FIRST_CHECKPOINT
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
 from lm.search.report import Row, Table
 from lm.search.search import Search
-from lm.transformers_config import Examined, TransformersConfig
 from tests.soak_search import Soak
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.cluster.searcher import Halving
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
-from tests.support.hyperparameters import TINY
+from tests.support.hyperparameters import LLAMA_STYLE, OF_TRANSFORMERS, TINY
 from tests.support.runs import run_fsdp, wait_until
 
 ASHA: dict[str, Any] = {
@@ -659,19 +661,24 @@ def test_inputs_have_the_config_of_transformers() -> None:
     (trial,) = Search(Path("tiny.yaml"), []).trials
     hp = trial.settings.hp
     data = open_data(hp.data, 64, 16, 1, seed=0)
-    answers = [name for name, field in Examined.model_fields.items() if field.is_required()]
-    model = TransformersConfig(
-        transformers_config={"norm_eps": 1e-5},
-        examined=Examined.model_validate(dict.fromkeys(answers, True)),
-        vocab_size=64,
-        max_seq_len=16,
-        n_parameters=1,
-        linear_layers=[],
-    )
-    now = fingerprint_inputs(dataclasses.replace(hp, model=model), data, None)
+    now = fingerprint_inputs(dataclasses.replace(hp, model=OF_TRANSFORMERS), data, None)
     changes = differences(trial.settings.inputs, now)
     assert [change.partition(":")[0] for change in changes[:1]] == ["config.norm_eps"]
     assert changes[-1].startswith("transformers: was not set, is now 5.")
+
+
+def test_classes_of_transformers_arrive_when_the_same_model_does() -> None:
+    """Of a mixture, experts that a token does not use are not counted."""
+    write_experiment({"name": "single", "metric": "loss"}, SMALL)
+    (trial,) = Search(Path("tiny.yaml"), []).trials
+    mixture = {"n_experts": 5, "experts_per_token": 2, "d_ff": 24, "qk_norm": "head"}
+    ours = ModelConfig.model_validate(TINY | LLAMA_STYLE | mixture)
+    theirs = examined_config(config_json.write_config(ours, "float32", None))
+    arrivals: list[float] = []
+    for model in (ours, theirs):
+        hp = dataclasses.replace(trial.settings.hp, model=model)
+        arrivals.append(dataclasses.replace(trial.settings, hp=hp).flops_until(0))
+    assert arrivals[0] == arrivals[1]
 
 
 def test_search_keeps_the_date_of_its_first_trial() -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,16 @@ from lm.config import REPOSITORY, Hyperparameters
 from lm.determined.search import INPUTS_VARIABLE, Searcher, differences
 from lm.errors import ConfigError, make_printable
 from lm.fileio import Line, open_regular, read_bytes, read_records, replace_durably
+from lm.flops import count_flops_per_token
 from lm.launch.spawn import die_with_parent
 from lm.metrics.records import Report
 from lm.runtime.run_dir import FIRST_CHECKPOINT, RunDir, is_locked, make_directory
 from lm.search.experiment import Point
 from lm.search.halving import DROPPED
+from lm.training.config import LoraConfig
 
 _MAX_REASON_BYTES = 1 << 20
+_NO_ADAPTERS = LoraConfig.model_validate({})
 _MAX_ERROR_BYTES = 64 << 10
 """Of the end of a trial's stderr.txt, in which its error is."""
 _OF_OTHER_LAUNCHERS = (
@@ -67,9 +70,17 @@ class Settings:
 
     def flops_until(self, rung: int) -> float:
         """Return the FLOPs of all training steps until a rung."""
-        seq_len = self.hp.model.max_seq_len
-        n_tokens = self.step_of(rung) * self.global_batch_size * seq_len
-        return n_tokens * self.hp.model.flops_per_token(seq_len)
+        n_tokens = self.step_of(rung) * self.global_batch_size * self.hp.model.max_seq_len
+        return n_tokens * self._flops_per_token
+
+    @cached_property
+    def _flops_per_token(self) -> float:
+        """Those of the model without adapters, by which trials of one model differ little."""
+        model = self.hp.model
+        counted = count_flops_per_token(_NO_ADAPTERS, model)
+        if counted is None:
+            return 6.0 * model.n_parameters
+        return counted
 
 
 class _Session(Line, frozen=True):
