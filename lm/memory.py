@@ -51,11 +51,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of what a run has between steps, of all shards together."""
+    """What a run has between steps: the bytes of all shards together."""
 
     trained: int
     frozen: int
     moments: int
+    dense: str | None
+    """a line on what of the blocks `base_dtype` does not hold"""
 
     @property
     def copied(self) -> int:
@@ -79,7 +81,7 @@ def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
     for state in optimizer.state_dict().values():
         if state.ndim > 0:  # not the counts of steps, which no rank shards
             moments += state.nbytes
-    return State(trained, frozen, moments)
+    return State(trained, frozen, moments, lora.describe_dense(hp.lora, model))
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class MemoryCheck:
     """bytes of a rank"""
     space: float
     """bytes for it: of the rank, or with `cpu_offload` on a GPU of its share of the node"""
+    dense: str | None
+    """that of the state"""
 
     def describe(self) -> str:
         """Return the state and the space as a clause."""
@@ -106,12 +110,14 @@ class MemoryCheck:
             f" {format_bytes(self.space)}{where} per {rank}"
         )
 
-    @property
-    def note(self) -> str | None:
-        """What the run may say before its first step; None = not worth a line."""
-        if not self.ranks.on_gpu and self.state < WORTH_A_LINE:
-            return None
-        return f"{self.describe()}; activations come on top"
+    def notes(self) -> list[str]:
+        """Return what the run says before its first step."""
+        notes: list[str] = []
+        if self.ranks.on_gpu or self.state >= WORTH_A_LINE:
+            notes.append(f"{self.describe()}; activations come on top")
+        if self.dense is not None:
+            notes.append(self.dense)
+        return notes
 
     def refuse_too_large(self, state: State) -> None:
         """Raise ConfigError if the `state` of all shards exceeds the space of this rank's."""
@@ -184,6 +190,6 @@ def _check_state(hp: Hyperparameters, ranks: Ranks, host_share: int) -> MemoryCh
     space = ranks.memory
     if hp.parallel.cpu_offload and ranks.on_gpu:
         space = host_share
-    check = MemoryCheck(hp, ranks, state.total // shards, space)
+    check = MemoryCheck(hp, ranks, state.total // shards, space, state.dense)
     check.refuse_too_large(state)
     return check

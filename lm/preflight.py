@@ -46,7 +46,7 @@ from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task
-from lm.training import lora, parallelize
+from lm.training import parallelize
 from lm.training.config import WINDOW
 from lm.transformers_config import AnyModelConfig
 from lm.units import format_number, format_parameters
@@ -238,11 +238,7 @@ class ResolvedRun:
         notes = list(self.data.notes)
         for task in self.tasks:
             notes += task.notes()
-        if self.memory.note is not None:
-            notes.append(self.memory.note)
-        dense = lora.describe_dense(hp.lora, hp.model)
-        if dense is not None:
-            notes.append(dense)
+        notes += self.memory.notes()
         if 0 < self.max_steps < hp.optim.warmup_steps:
             lasts = (
                 f"warmup_steps {hp.optim.warmup_steps:g} is more than max_steps {self.max_steps}"

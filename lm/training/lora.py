@@ -24,6 +24,7 @@ from lm.training.config import LoraConfig
 from lm.training.nf4 import NF4Linear
 from lm.transformers_config import AnyModelConfig
 from lm.transformers_model import (
+    AnyModel,
     TransformersModel,
     kept_in_float32,
     new_model,
@@ -88,12 +89,10 @@ def add_adapters(
     return model
 
 
-def describe_dense(config: LoraConfig, model_config: AnyModelConfig) -> str | None:
+def describe_dense(config: LoraConfig, model: AnyModel) -> str | None:
     """Return a line on what of the blocks `base_dtype` does not hold; None = next to nothing."""
     if config.base_dtype is None:
         return None
-    with torch.device("meta"):
-        model = add_adapters(new_model(model_config), config, None)
     n_quantized = 0
     dense: Counter[str] = Counter()
     for block in model.blocks:
