@@ -533,8 +533,7 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
     if "transformers_config" in defaults:
         _check_model_of_transformers(draft, given, defaults)
     else:
-        its_keys = _of_part(defaults, ModelConfig)
-        _refuse_other_values(draft, given, its_keys, _structure_of_model, "weights")
+        _refuse_other_values(draft, given, defaults, "weights")
     if "lora_rank" in defaults:
         _check_adapters(draft, given, defaults)
     for key, value in defaults.items():
@@ -609,23 +608,17 @@ def _check_model_of_transformers(
 
 
 def _refuse_other_values(
-    draft: _Draft,
-    given: Mapping[str, Any],
-    its_keys: Mapping[str, Any],
-    structure_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    what: str,
+    draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any], what: str
 ) -> None:
-    """Refuse keys of `given` with which what `init_from` holds would mean something else.
+    """Refuse keys of `given` with which the weights or adapters of `init_from` mean something else.
 
     Args:
-        its_keys: those of `init_from`.
-        structure_of: returns what it means with some values, and what null stands for in them.
-        what: it holds, e.g. weights.
+        what: "weights" or "adapters".
     """
-    structure = structure_of(its_keys)
+    structure = _structure_of(what, defaults)
     for key in [key for key in structure if key in given]:
         try:
-            value = structure_of({**its_keys, key: given[key]})[key]
+            value = _structure_of(what, {**defaults, key: given[key]})[key]
         except ValidationError:
             continue  # `_validate` reports it
         if value != structure[key]:
@@ -638,8 +631,13 @@ def _refuse_other_values(
             draft.refuse(key, f"{problem}; remove {key}, or {remedy}", label)
 
 
-def _structure_of_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return ModelConfig.model_validate(values).structure()
+def _structure_of(what: str, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys on which the meaning of weights or adapters depends, and their values."""
+    model = _model_of(defaults)
+    if what == "weights":
+        return model.structure()
+    adapters = LoraConfig.model_validate(_of_part(defaults, LoraConfig))
+    return training.adapter_structure(adapters, model)
 
 
 def _model_of(defaults: Mapping[str, Any]) -> AnyModelConfig:
@@ -682,13 +680,7 @@ def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[s
         problem = f"null would train all weights, but {source} holds adapters"
         remedy = "remove lora_rank, or merge them with PEFT's merge_and_unload()"
         raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}")
-    model = _model_of(defaults)
-
-    def structure_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return training.adapter_structure(LoraConfig.model_validate(values), model)
-
-    its_keys = _of_part(defaults, LoraConfig)
-    _refuse_other_values(draft, given, its_keys, structure_of, "adapters")
+    _refuse_other_values(draft, given, defaults, "adapters")
 
 
 _MAX_UNKNOWN = 20
