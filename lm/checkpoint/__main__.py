@@ -42,28 +42,25 @@ def describe(name: str, manifest: Manifest, checked: str) -> str:
 def list_run(run: str) -> tuple[list[str], bool]:
     """Return a line for each checkpoint of the run at a path or URL; see `_describe_all`."""
     store = store_at(run)
-    saved, errors = store.list_saved()
-    if not saved and not errors:
+    lines, all_complete = _describe_all(store, check_listed)
+    if not lines:
         remedy = "pass the directory or URL of a run that has saved one"
         raise ConfigError(f"{store}: no checkpoints; {remedy}")
-    return _describe_all(store, saved, errors, check_listed)
+    return lines, all_complete
 
 
 def _describe_all(
-    store: CheckpointStore,
-    saved: Sequence[SavedCheckpoint],
-    errors: dict[Location, CheckpointError],
-    check: Callable[[Location], tuple[Manifest, str]],
+    store: CheckpointStore, check: Callable[[Location], tuple[Manifest, str]]
 ) -> tuple[list[str], bool]:
     """Return a line for each checkpoint of a run.
 
     Args:
-        saved: with `errors`, what the store lists.
         check: `check_listed` or `verify_at`.
 
     Returns:
         The lines, and whether all are complete, as far as the run is not saving.
     """
+    saved, errors = store.list_saved()
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
         location = store.locate(entry.name)
@@ -116,10 +113,9 @@ def verify_at(location: Location) -> tuple[Manifest, str]:
 @oserror_as_config_error
 def verify_path(path: str) -> tuple[list[str], bool]:
     """Return what `list_run` does, of one checkpoint or of all of a run, which are read."""
-    store = store_at(path)
-    saved, errors = store.list_saved()
-    if saved or errors:
-        return _describe_all(store, saved, errors, verify_at)
+    lines, all_complete = _describe_all(store_at(path), verify_at)
+    if lines:
+        return lines, all_complete
     location = locate_checkpoint(path)
     return [describe(location.name, *verify_at(location))], True
 
