@@ -167,6 +167,8 @@ def train_together(job: Job, world: World) -> int:
             store.close_after_error()  # after the error has been printed, as this can take long
         if job.run_dir is not None:
             job.run_dir.remove_unused()
+        if not error.rank_local:
+            world.wait_for_rank0()
         return error.exit_code
 
 

@@ -184,8 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = compare(args, world)
     except RunError as error:
         if world.rank == 0 or error.rank_local:
-            raise
-        return error.exit_code  # rank 0 prints it
+            print(error, file=sys.stderr)
+        if not error.rank_local:
+            world.wait_for_rank0()
+        return error.exit_code
     if world.rank == 0:
         print(results)
     return 0

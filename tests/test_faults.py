@@ -423,6 +423,81 @@ def test_out_of_memory_names_keys_that_reduce_memory(tmp_path: Path) -> None:
     )
 
 
+RANK_0_IS_LATE = """
+import time
+from lm.errors import ConfigError, RunError
+from lm.runtime.world import World
+
+end, sleep = os._exit, time.sleep
+leave, wait_for_rank0 = World.__exit__, World.wait_for_rank0
+
+def fail(*_):
+    raise {kind}("found by all")
+
+def tell_rank0(*arguments):
+    open("rank 1 waits", "w").close()
+    return {wait}(*arguments)
+
+def wait_for_rank1(*arguments):
+    while not os.path.exists("rank 1 waits"):
+        sleep(0.01)
+    return {late}(*arguments)
+
+def end_visibly(code):
+    os.write(2, b"rank 1 ends\\n")
+    end(code)
+
+fsdp.{failing} = fail
+if rank == 0:
+    {where_late} = wait_for_rank1
+else:
+    os._exit = end_visibly
+    {where_wait} = tell_rank0
+"""
+IN_THE_WORLD = {"failing": "preflight", "late": "leave", "where_late": "World.__exit__"}
+IN_THE_WORLD |= {"wait": "wait_for_rank0", "where_wait": "World.wait_for_rank0"}
+IN_THE_START = {"failing": "read_job", "late": "fail", "where_late": "fsdp.read_job"}
+IN_THE_START |= {"wait": "sleep", "where_wait": "time.sleep"}
+
+
+@pytest.mark.parametrize("where", [IN_THE_WORLD, IN_THE_START], ids=["world", "start"])
+@pytest.mark.parametrize(
+    ("launcher", "kind", "code"),
+    [
+        (None, "RunError", 1),
+        (None, "ConfigError", 2),
+        pytest.param(TORCHRUN, "ConfigError", 1, marks=pytest.mark.slow),
+        pytest.param(
+            ("-m", "lm.launch.torchrun", *TORCHRUN[2:]), "ConfigError", 2, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_error_of_all_ranks_is_printed_before_a_rank_ends(
+    launcher: Any, kind: str, code: int, where: dict[str, str], tmp_path: Path
+) -> None:
+    """A launcher then stops the others: rank 0, which prints it, would be too late."""
+    script = RANK_0_IS_LATE.format(kind=kind, **where)
+    done = run_fsdp(tmp_path, ranks=2, script=script, launcher=launcher, code=code)
+    assert done.stderr.startswith("found by all\n")
+
+
+def test_error_of_the_start_that_one_rank_finds_is_printed(tmp_path: Path) -> None:
+    script = """
+import time
+from lm.errors import ConfigError
+from lm.launch import console
+
+def read_job(_):
+    if rank == 0:
+        time.sleep(1000)
+    raise ConfigError("found by rank 1")
+
+fsdp.read_job, console.SECONDS_TO_PRINT = read_job, 0
+"""
+    done = run_fsdp(tmp_path, ranks=2, script=script, code=2)
+    assert done.stderr == "found by rank 1\n"
+
+
 # ---- inf and NaN
 
 

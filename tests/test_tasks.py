@@ -571,13 +571,19 @@ def test_command_prints_the_same_under_a_launcher(tmp_path: Path) -> None:
     make_reference(GPT2 | {"vocab_size": 290}).save_pretrained(tmp_path)
     path = write_questions(tmp_path / "own.jsonl", QUESTIONS * 9)
     arguments = ["-m", "lm.evaluate", str(tmp_path), "--tasks", str(path), "--json"]
-    outputs = []
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    outputs: list[bytes] = []
+    errors: list[bytes] = []
     for launcher in ([], ["-m", "lm.launch", "--nproc", "2"]):
         program = [sys.executable, *launcher, *arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         outputs.append(subprocess.check_output(program, cwd=REPOSITORY, env=env))
+        program[program.index(str(path))] = "no task"
+        done = subprocess.run(program, cwd=REPOSITORY, env=env, capture_output=True, check=False)
+        assert done.returncode == 2
+        errors.append(done.stderr)
     assert outputs[0] == outputs[1]
     assert json.loads(outputs[0])[str(tmp_path)]["own"]["questions"] == 36
+    assert errors[0] == errors[1] != b""
 
 
 SCORED: dict[str, Any] = {

@@ -13,6 +13,8 @@ from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch, is_rank0
 
 START = time.monotonic()
+SECONDS_TO_PRINT = 5.0
+"""for rank 0 of a machine, if the others find the same error"""
 
 
 def format_elapsed() -> str:
@@ -35,13 +37,21 @@ def warn(what: str) -> None:
 
 
 def print_error(error: RunError) -> None:
-    """Print the error of a start, one that all ranks of a machine find once, for torchrun too."""
-    record_error(str(error))
-    local_rank = 0
+    """Print the error of a start, one that all ranks of a machine find once, for torchrun too.
+
+    A launcher that stops all ranks when one has failed would stop rank 0 before it prints. Under
+    it, the others wait; one that is not stopped meanwhile has found the error alone.
+    """
+    launch = Launch()
     with suppress(ConfigError):
-        local_rank = Launch.from_env(os.environ).local_rank
-    if error.rank_local or local_rank == 0:  # each machine prints its own errors
+        launch = Launch.from_env(os.environ)
+    prints = error.rank_local or launch.local_rank == 0  # each machine prints its own errors
+    if not prints and launch.launcher in ("torchrun", "Open MPI"):
+        time.sleep(SECONDS_TO_PRINT)
+        prints = True
+    if prints:
         print(error, file=sys.stderr)
+    record_error(str(error))
 
 
 def record_error(text: str) -> None:

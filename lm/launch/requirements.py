@@ -13,7 +13,7 @@ import traceback
 from types import TracebackType
 
 from lm.errors import ConfigError
-from lm.launch.launch import is_rank0
+from lm.launch.console import print_error
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -24,11 +24,9 @@ _OURS = ("lm", "model", "fsdp")
 def check_requirements() -> None:
     """Exit with code 2 on Windows, or if Python is too old, or PyTorch missing or too old."""
     problem = _system_problem() or _torch_problem()
-    if problem is None:
-        return
-    if is_rank0():
-        print(problem, file=sys.stderr)
-    sys.exit(ConfigError.exit_code)
+    if problem is not None:
+        print_error(ConfigError(problem))
+        sys.exit(ConfigError.exit_code)
 
 
 def _system_problem() -> str | None:
@@ -75,8 +73,7 @@ def print_exception(error: Exception) -> int:
     problem = f"{name or error}: not installed for {sys.executable}"
     if not isinstance(error, ModuleNotFoundError):
         problem = f"{error}: a package for {sys.executable} is damaged, or too old"
-    if is_rank0():
-        print(f"{problem}; install it: {_INSTALL}", file=sys.stderr)
+    print_error(ConfigError(f"{problem}; install it: {_INSTALL}"))
     return ConfigError.exit_code
 
 

@@ -34,8 +34,6 @@ from lm.launch.signals import handle_stop_signals
 
 GRACE = 1.0
 """Seconds that the other ranks have to end when one fails."""
-GRACE_TO_AGREE = 5.0
-"""Seconds that they have when it refuses its configuration, as all do; rank 0 prints the error."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -113,8 +111,8 @@ def run_local(command: list[str], n_ranks: int) -> int:
     """Run `command` on `n_ranks` ranks on this machine and wait for them.
 
     When a rank fails, the other ranks receive SIGTERM, and after `GRACE` SIGKILL, because they may
-    hang in a collective. When it exits with code 2 (bad configuration), they have `GRACE_TO_AGREE`
-    to find the same error.
+    hang in a collective. They do not end before the rank that prints an error of all ranks, see
+    `World.wait_for_rank0` and `print_error`.
 
     Returns:
         0, or the exit code of the first rank that failed (128 + signal number if a signal killed
@@ -170,9 +168,6 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int
             if process.returncode == 0 or failure != 0:
                 continue
             failure = process.returncode
-            if failure == ConfigError.exit_code:
-                deadline = time.monotonic() + GRACE_TO_AGREE
-                continue
             deadline = time.monotonic() + GRACE
             if -failure in forwarded:
                 print("stopped before the first step", file=sys.stderr)

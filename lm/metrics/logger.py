@@ -59,7 +59,7 @@ class MetricLogger:
             if error.filename:
                 where = os.fsdecode(error.filename)  # bytes, of TensorBoard's files
             problem = f"cannot write metrics ({error.strerror}); the last checkpoint is kept"
-            raise RunError(f"{where}: {problem}") from None
+            raise RunError(f"{where}: {problem}", rank_local=True) from None
 
     def start(
         self,

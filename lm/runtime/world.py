@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
+
+ANSWER_TIMEOUT = timedelta(seconds=5)
+"""in which rank 0's store tells the other ranks that they may end"""
 
 
 class PendingFlags(NamedTuple):
@@ -239,6 +242,21 @@ class World:
     def for_saver(self) -> World:
         """Return the world for the thread that writes checkpoints, with another group."""
         return replace(self, control=self.saver)
+
+    def wait_for_rank0(self) -> None:
+        """Wait until rank 0 calls this, too, or has ended.
+
+        It has then printed the error that ends all ranks. Launchers stop the other ranks when the
+        first one has failed.
+        """
+        first, *others = [f"rank {rank} ends" for rank in range(self.size)]
+        with suppress(RuntimeError):  # a rank has ended
+            if self.rank == 0:
+                self.store.set(first, "")
+                self.store.wait(others, ANSWER_TIMEOUT)  # the store ends with this process
+            else:
+                self.store.wait([first])
+                self.store.set(others[self.rank - 1], "")
 
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError with both values of what differs if `facts` differ between ranks."""
