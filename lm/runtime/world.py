@@ -6,6 +6,7 @@ The default process group carries tensors (NCCL on GPUs, gloo on CPUs, both for 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
@@ -156,7 +157,8 @@ class World:
 
         Raises:
             RunError: the lowest failing rank raised it.
-            Exception: of the block on this rank, or a RuntimeError that names the rank that failed.
+            Exception: of the block on this rank, or a RuntimeError with the traceback of the rank
+                that failed, which a launcher may stop before it prints that.
         """
         failure: Exception | None = None
         try:
@@ -166,7 +168,7 @@ class World:
         outcome = None
         if failure is not None:
             shared = failure if isinstance(failure, RunError) else None  # others may not pickle
-            outcome = shared, f"{type(failure).__name__}: {failure}"
+            outcome = shared, "".join(traceback.format_exception(failure))
         for rank, its_outcome in enumerate(self.all_gather_object(outcome)):
             if its_outcome is None:
                 continue
@@ -176,7 +178,7 @@ class World:
                 raise error
             if failure is not None:
                 raise failure
-            raise RuntimeError(f"rank {rank} failed: {text}")
+            raise RuntimeError(f"rank {rank} failed:\n{text}")
 
     def on_rank0(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` on rank 0 only; return its result, or raise its error, on every rank."""
