@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -11,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config as inductor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm.presets import PRESETS
+from lm.training import parallelize
 from model import (
     IGNORE_INDEX,
     AttentionInputs,
@@ -661,3 +666,21 @@ def test_rope_angles_are_those_of_the_position_ids() -> None:
         model(tokens, position_ids=3 * torch.arange(24)), expected, rtol=1e-4, atol=1e-4
     )
     assert not torch.allclose(model(tokens), expected, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needed", [False, True])
+def test_model_that_cannot_be_compiled_computes_without(
+    needed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = make(LLAMA)
+    tokens = tokens_of(model)
+    expected = model(tokens, tokens)
+    parallelize.apply_compile(model, {}, needed=needed)
+    no_compiler = {"cpp.cxx": ("/bin/false",), "force_disable_caches": True}
+    ends_run = pytest.raises(BackendCompilerFailed) if needed else nullcontext()
+    with inductor.patch(no_compiler), ends_run, warnings.catch_warnings(action="ignore"):
+        assert model(tokens, tokens) == expected
+    torch.compiler.reset()
+    if not needed:
+        assert capfd.readouterr().err.count("cannot compile this model: InvalidCxxCompiler") == 1

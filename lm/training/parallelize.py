@@ -38,7 +38,7 @@ from torch.utils.checkpoint import (
 
 from lm import seeds
 from lm.errors import ConfigError
-from lm.launch.console import announce
+from lm.launch.console import announce, warn
 from lm.runtime.world import MeshShape
 from lm.shards import local_rows
 from lm.training import lora
@@ -111,7 +111,7 @@ def transform_blocks(
         if float8 == "rowwise" and on_gpu:
             # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
             options["emulate_precision_casts"] = True
-        apply_compile(model, options)
+        apply_compile(model, options, needed=config.compile is True)
 
     # Outside the compiled region, to see the tensors that it saves.
     if config.activation_offload:
@@ -174,16 +174,51 @@ def _save_policy(
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(model: AnyModel, options: Mapping[str, Any]) -> None:
+def apply_compile(model: AnyModel, options: Mapping[str, Any], *, needed: bool) -> None:
     """Compile the blocks, of which those of a kind share a graph, and the loss, for all chunks.
 
     FSDP's hooks are not compiled.
+
+    Args:
+        needed: whether a failure of the compiler ends the run.
     """
     announce("compiling in the first step")
     compile_graph = partial(torch.compile, fullgraph=True, options=dict(options))
+    if not needed:
+        compile_graph = _until_failure(compile_graph)
     compile_blocks(model, compile_graph)
     loss = model.loss
     loss.chunk_cross_entropy = compile_graph(loss.chunk_cross_entropy, dynamic=False)
+
+
+def _until_failure(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compile_graph`, of whose functions none stays compiled once the compiler has failed.
+
+    A machine may lack what it needs, as a C compiler, and a version of it may have no code for a
+    layer on a device: PyTorch 2.11 has none for Mamba 2 on a GPU. A failure in the first backward
+    pass, when autograd already runs, is not caught.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed  # imports the compiler
+
+    failures: list[BackendCompilerFailed] = []
+
+    def compile_function(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled = compile_graph(function, **options)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not failures:
+                try:
+                    return compiled(*args, **kwargs)
+                except BackendCompilerFailed as error:
+                    failures.append(error)
+                    reason = str(error).partition("\n")[0]
+                    what = f"PyTorch {torch.__version__} cannot compile this model: {reason}"
+                    warn(f"{what}; the run continues without, as with compile: false")
+            return function(*args, **kwargs)
+
+        return call
+
+    return compile_function
 
 
 def compile_blocks(model: AnyModel, compile_graph: Callable[[Any], Any]) -> None:
