@@ -27,6 +27,7 @@ from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
 from lm.hf import weights
 from lm.training import lora, nf4
+from lm.training.config import LoraConfig
 from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import (
@@ -499,3 +500,11 @@ def test_models_without_a_layer_that_64_divides_are_refused(tmp_path: Path) -> N
     make_reference(MODELS["llama"] | sizes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"base_dtype: nf4: no linear layer .* of 64 inputs"):
         read_with_model_defaults(settings(tmp_path))
+
+
+def test_nf4_is_refused_where_fsdp_shards_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nf4.check_nf4(LoraConfig.model_validate({"lora_rank": 4, "base_dtype": "nf4"}))
+    monkeypatch.setattr(nf4, "SHARDS_BYTES", False)
+    nf4.check_nf4(LoraConfig.model_validate({"lora_rank": 4}))
+    with pytest.raises(ConfigError, match=r"base_dtype: nf4: .*; use PyTorch 2\.12 or newer"):
+        nf4.check_nf4(LoraConfig.model_validate({"lora_rank": 4, "base_dtype": "nf4"}))

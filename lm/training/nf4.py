@@ -20,7 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.training.config import NF4_BLOCK
+from lm.errors import ConfigError
+from lm.training.config import NF4_BLOCK, LoraConfig
+
+SHARDS_BYTES = torch.__version__ >= "2.12"
+"""Whether FSDP takes parameters that are not floating-point (PyTorch 2.12 and newer)."""
 
 LEVELS = (
     -1.0,
@@ -44,6 +48,13 @@ _LEVELS_OF_BYTE = np.array(list(itertools.product(LEVELS, repeat=2)), dtype=np.f
 """of its first four bits, and of its last; (256, 2)"""
 BLOCK_BYTES = 16 << 20
 """Of float32 values that are dequantized at a time, unless compiled: little next to a weight."""
+
+
+def check_nf4(config: LoraConfig) -> None:
+    """Raise ConfigError if FSDP cannot shard the bytes of an NF4 base."""
+    if config.base_dtype == "nf4" and not SHARDS_BYTES:
+        problem = f"FSDP of PyTorch {torch.__version__} shards no bytes"
+        raise ConfigError(f"base_dtype: nf4: {problem}; use PyTorch 2.12 or newer")
 
 
 def packed_width(inner: int) -> int:
