@@ -49,7 +49,7 @@ from lm.data.config import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
 from lm.launch.spawn import die_with_parent, run_and_exit
-from lm.metrics.device import peak_flops, peak_memory_gib
+from lm.metrics.device import allocation_retries, peak_flops, peak_memory_gib
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
 from lm.training import optim, parallelize, precision
@@ -166,6 +166,7 @@ class Bench:
         self.finish_tests()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        retries_before = allocation_retries(self.device)
         n_steps = 1
         if not self.tiny:
             n_steps = max(2, min(STEPS, int(ROUND_SECONDS / step)))
@@ -181,6 +182,7 @@ class Bench:
             "first_step": first_step,
             "clocks": self.read_clocks(),
             "peak_gib": peak_memory_gib(self.device),
+            "allocation_retries": allocation_retries(self.device) - retries_before,
         }
 
     def _speed(self, hp: Hyperparameters, directory: Path) -> Stages:

@@ -63,6 +63,7 @@ _SUMMARIES = {
     "tokens/s (median)": _Summary("tokens_per_second", statistics.median, ",.0f"),
     "MFU (median)": _Summary("mfu", statistics.median, ".1%"),
     "peak memory per rank (GiB)": _Summary("peak_memory_gib", max, ".2f"),
+    "allocation retries": _Summary("allocation_retries", sum, ".0f"),
     "waiting for data (%, mean)": _Summary("waiting_for_data_percent", statistics.mean, ".1f"),
     "training blocked by saving (s)": _Summary("save_stall_seconds", sum, ".1f"),
     "skipped steps": _Summary("skipped_steps", sum, ".0f"),

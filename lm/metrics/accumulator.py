@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lm.metrics.device import peak_memory_gib
+from lm.metrics.device import allocation_retries, peak_memory_gib
 from lm.metrics.records import MetricSums
 from lm.runtime.world import World
 
@@ -53,6 +53,7 @@ class MetricsAccumulator:
         self._n_tokens = sums.n_tokens
         self._data_seconds = sums.data_seconds
         self._save_seconds: float | None = None
+        self._retries_before = allocation_retries(self._device)
         self._start_time = time.perf_counter() - sums.seconds
 
     def _on_device(self, values: list[float]) -> Tensor:
@@ -167,10 +168,11 @@ class MetricsAccumulator:
             consecutive skipped steps.
         """
         sums = self.state_dict()
-        own = [sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device)]
+        retries = allocation_retries(self._device) - self._retries_before
+        own = [sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device), retries]
         own += sums.statistics.values()
         ranks = self._world.all_gather(self._on_device(own))
-        loss_sums, data_seconds, memory, *statistics = ranks.T.tolist()
+        loss_sums, data_seconds, memory, all_retries, *statistics = ranks.T.tolist()
 
         metrics: dict[str, float] = {}
         if sums.n_taken:
@@ -180,6 +182,8 @@ class MetricsAccumulator:
             metrics["grad_norm"] = sums.grad_norm_sum / sums.n_taken
         tokens_per_second = sums.n_tokens / sums.seconds
         metrics["peak_memory_gib"] = max(memory)
+        if any(all_retries):
+            metrics["allocation_retries"] = sum(all_retries)
         metrics["skipped_steps"] = sums.n_skipped
         metrics["step_seconds"] = sums.seconds / sums.n_steps
         metrics["tokens_per_second"] = tokens_per_second

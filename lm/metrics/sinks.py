@@ -250,6 +250,7 @@ _FORMATS = {
     "tokens_per_second": ("tokens/s", "7,.0f"),
     "mfu": ("MFU", "5.1%"),
     "peak_memory_gib": ("GiB", ".1f"),
+    "allocation_retries": ("allocation retries", ".0f"),
 }
 """Labels and formats of the metrics that the console shows."""
 _COLORS = {"training": "cyan", "validation": "green", "sample": "magenta"}
