@@ -41,7 +41,12 @@ def end_one(folder: Path, launcher: str, signum: signal.Signals, seconds: float)
     n_ranks, arguments = LAUNCHERS[launcher]
     workers = f"data_workers={WORKERS // n_ranks}"
     process = start_fsdp(
-        folder, workers, "max_steps=1000000", config=TINY | data, launcher=arguments or ()
+        folder,
+        workers,
+        "max_steps=1000000",
+        config=TINY | data,
+        launcher=arguments or None,
+        fork=False,
     )
     time.sleep(seconds)
     process.send_signal(signum)

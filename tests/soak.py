@@ -143,7 +143,7 @@ class Job:
     """A launcher and its ranks that run in `folder`."""
 
     def __init__(
-        self, folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str
+        self, folder: Path, ranks: int, storage: str | None, *overrides: str, **env: Any
     ) -> None:
         self.folder = folder
         self.storage = storage

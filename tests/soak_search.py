@@ -35,6 +35,7 @@ from lm.errors import ConfigError
 from lm.fileio import Line, read_records
 from lm.metrics.records import Report
 from tests.support import REPOSITORY
+from tests.support.forked import start_python
 from tests.support.hyperparameters import TINY
 
 QUESTION = '{{"context": "a", "choices": ["b", "c"], "gold": {}}}\n'
@@ -75,7 +76,7 @@ EXPERIMENT: dict[str, Any] = {
 CHANGED_AT_START, CHANGED_WHILE_RUNNING, FILE_LOST, UNTOUCHED = 0.3, 0.3, 0.1, 0.2
 """Shares of the starts: the last one is of those that nothing ends early."""
 KINDS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
-LONGEST = 20.0
+LONGEST = 6.0
 """seconds until a search is killed"""
 TIMEOUT = 600
 NOT_COMPARED = ("seconds", "second", "time", "memory", "mfu", "tokens_per")
@@ -97,24 +98,23 @@ class SoakError(Exception):
 
 
 def write_data(folder: Path, variant: Variant) -> None:
-    """Write the data, each file at once as a whole."""
+    """Write the experiment and the data, each file of data at once as a whole."""
     for name, contents in FILES.items():
         draft = folder / f"{name}.draft"
         draft.write_text(contents[name == variant])
         draft.replace(folder / name)
-
-
-def start(folder: Path) -> subprocess.Popen[str]:
-    """Start the search in `folder`."""
     (folder / "tiny.yaml").write_text(json.dumps(EXPERIMENT))
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the search of `tiny.yaml` in `folder`, whose trials are forked, too."""
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "lm.search", "tiny.yaml", "--parallel", "2"],
-        env=variables,
+    return start_python(
+        ["-m", "lm.search", "tiny.yaml", *arguments],
+        variables,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 
@@ -162,7 +162,7 @@ class Soak:
             folder = self.root / f"reference-{variant}"
             folder.mkdir()
             write_data(folder, variant)
-            search = start(folder)
+            search = start(folder, "--parallel", "2")
             output, errors = search.communicate(timeout=TIMEOUT)
             if search.returncode:
                 raise SoakError(f"{folder}: {output}{errors}")
@@ -187,7 +187,7 @@ class Soak:
         write_data(folder, on_disk[0])
         if self.draw.random() < FILE_LOST:
             (folder / "runs/tiny/search.json").unlink(missing_ok=True)
-        search = start(folder)
+        search = start(folder, "--parallel", "2")
         killed = self._disturb(folder, search, on_disk)
         try:
             output, errors = search.communicate(timeout=TIMEOUT)

@@ -207,7 +207,7 @@ def test_closed_terminal_saves(launcher: tuple[str, ...], tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
 def test_sigterm_during_startup_prints_no_traceback(seconds: float, tmp_path: Path) -> None:
-    with started(tmp_path, launcher=("-m", "lm.launch", "--nproc", "2")) as job:
+    with started(tmp_path, fork=False) as job:
         job.ranks()
         time.sleep(seconds)
         job.process.terminate()
@@ -592,10 +592,12 @@ def test_torchrun_killed_makes_its_ranks_save(tmp_path: Path) -> None:
 def test_nothing_is_left_of_what_is_killed_while_its_children_start(
     what: str, tmp_path: Path
 ) -> None:
-    launcher = TORCHRUN if what == "torchrun" else ()
+    launcher = TORCHRUN if what == "torchrun" else None
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 400)
     data = {"dataset": "hf", "train_data": "a.jsonl", "val_data": "a.jsonl", "vocab_size": 264}
-    process = start_fsdp(tmp_path, "data_workers=2", config=RUN | data, launcher=launcher or None)
+    process = start_fsdp(
+        tmp_path, "data_workers=2", config=RUN | data, launcher=launcher, fork=what == "rank"
+    )
     rank = psutil.Process(process.pid)
     children = []
     while len(children) < 2:

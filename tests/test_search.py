@@ -33,7 +33,7 @@ from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
 from lm.search.report import Row, Table
 from lm.search.search import Search
-from tests.soak_search import Soak
+from tests.soak_search import Soak, start
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.cluster.searcher import Halving
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
@@ -420,17 +420,6 @@ def test_records_that_are_malformed_are_left_out(capsys: pytest.CaptureFixture[s
     assert "metrics.jsonl:1: left out (5 in all): step" in capsys.readouterr().err
 
 
-def start_search(*arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "lm.search", "tiny.yaml", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def losses_by_trial(name: str) -> dict[str, dict[int, float]]:
     """Return the validation losses of each trial, by step."""
     losses: dict[str, dict[int, float]] = {}
@@ -458,12 +447,12 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
     searcher = ASHA | {"mode": "aggressive", "max_time": 8, "max_trials": 4, "max_rungs": 2}
     hyperparameters = SMALL | {"n_heads": {"type": "categorical", "vals": [4, 5]}}
     write_experiment(searcher, hyperparameters)  # heads of 32 / 5 are refused
-    whole = start_search("run_name=whole", "--parallel", "2")
-    killed = start_search("run_name=killed", "--parallel", "2")
+    whole = start(Path.cwd(), "run_name=whole", "--parallel", "2")
+    killed = start(Path.cwd(), "run_name=killed", "--parallel", "2")
     wait_until(lambda: list(Path("runs/killed").glob("trial-*/metrics.jsonl")))
     killed.kill()
     killed.communicate()
-    rerun = start_search("run_name=killed", "--parallel", "2")
+    rerun = start(Path.cwd(), "run_name=killed", "--parallel", "2")
     output, errors = rerun.communicate(timeout=PATIENCE)
     assert rerun.returncode == 0, errors
     printed = whole.communicate(timeout=PATIENCE)[0].splitlines()[-1].split()
@@ -491,7 +480,7 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
 
     write_experiment(searcher | {"max_trials": 5}, hyperparameters)
     again = ["tiny.yaml", "run_name=killed", "--parallel", "2"]
-    changed = start_search(*again[1:])
+    changed = start(Path.cwd(), *again[1:])
     _, errors = changed.communicate(timeout=PATIENCE)
     assert changed.returncode == ConfigError.exit_code
     assert "searcher.max_trials: was 4, is now 5" in errors
@@ -509,7 +498,7 @@ def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
         {"name": "random", "metric": "loss", "max_trials": 2},
         SMALL | {"max_steps": 4000, "validation_rate": 4000},
     )
-    search = start_search()
+    search = start(Path.cwd())
     metrics = Path("runs/tiny/trial-1/metrics.jsonl")
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     search.send_signal(signum)
@@ -523,7 +512,7 @@ def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
 @pytest.mark.slow
 def test_search_restarts_a_trial_that_was_killed() -> None:
     write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01, "max_steps": 300})
-    search = start_search()
+    search = start(Path.cwd())
     trial = Path("runs/tiny/trial-1")
     wait_until((trial / "metrics.jsonl").exists)
     os.kill(int((trial / "lock").read_text().split()[1]), signal.SIGKILL)
@@ -749,7 +738,7 @@ def test_search_ends_where_its_data_change(change: Callable[[Path], Any], proble
     second = Path("runs/tiny/trial-2")
     second.mkdir(parents=True)
     with FileLock((second / "lock").absolute()):  # the search waits for it
-        search = start_search()
+        search = start(Path.cwd())
         wait_until(lambda: 8 in losses_by_trial("tiny").get("trial-1", {}))
         change(Path("val.txt"))
     _, errors = search.communicate(timeout=PATIENCE)
@@ -759,7 +748,7 @@ def test_search_ends_where_its_data_change(change: Callable[[Path], Any], proble
     assert problem in line
     assert "run the same command again" in line
     assert not (second / "dropped").exists()
-    rerun = start_search()
+    rerun = start(Path.cwd())
     output, errors = rerun.communicate(timeout=PATIENCE)
     assert rerun.returncode == ConfigError.exit_code
     assert problem in errors
@@ -789,12 +778,12 @@ def test_trial_does_not_resume_from_a_checkpoint_of_other_data() -> None:
 @pytest.mark.slow
 def test_complete_trial_whose_result_is_lost_is_not_dropped() -> None:
     write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01})
-    first = start_search()
+    first = start(Path.cwd())
     _, errors = first.communicate(timeout=PATIENCE)
     assert first.returncode == 0, errors
     metrics = Path("runs/tiny/trial-1/metrics.jsonl")
     metrics.write_text("")
-    rerun = start_search()
+    rerun = start(Path.cwd())
     _, errors = rerun.communicate(timeout=PATIENCE)
     assert rerun.returncode == ConfigError.exit_code
     assert "trial-1 is complete: its metrics.jsonl lacks step 8" in errors
@@ -805,7 +794,7 @@ def test_complete_trial_whose_result_is_lost_is_not_dropped() -> None:
 def test_search_ends_where_all_trials_are_refused_alike() -> None:
     too_large = {"d_model": 32768, "n_layers": 64}  # for this machine
     write_experiment({"name": "random", "metric": "loss", "max_trials": 20}, SMALL | too_large)
-    search = start_search()
+    search = start(Path.cwd())
     _, errors = search.communicate(timeout=PATIENCE)
     assert search.returncode == ConfigError.exit_code
     assert "the first 3 trials were refused alike" in errors
@@ -825,7 +814,7 @@ def test_search_waits_for_a_trial_that_is_still_saving() -> None:
     trial = Path("runs/tiny/trial-1")
     trial.mkdir(parents=True)
     with FileLock((trial / "lock").absolute()):
-        search = start_search()
+        search = start(Path.cwd())
         wait_until((trial.parent / "search.json").exists)
         time.sleep(3)  # a search that does not wait starts the trial, or ends
         assert search.poll() is None

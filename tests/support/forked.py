@@ -1,10 +1,10 @@
 """Processes forked from one that has imported PyTorch, as the import takes most of a short run.
 
 `start_python` runs a Python program as `subprocess.Popen` does, with its arguments, environment,
-working directory, streams, signals and exit code. The program may be `-m lm.launch`, whose ranks
-are then forked, too. What depends on how Python starts needs a new interpreter: the environment
-variables `READ_AT_START`, signals during imports, and other launchers. PYTHONUNBUFFERED has no
-effect in a forked process.
+working directory, streams, signals and exit code. The program may be a module: one of `STARTERS`,
+e.g. `lm.launch`, whose ranks are then forked, too. What depends on how Python starts needs a new
+interpreter: the environment variables `READ_AT_START`, signals during imports, and other launchers.
+PYTHONUNBUFFERED has no effect in a forked process.
 
 This depends on CPython: `ForkedProcess` overrides the private methods `_execute_child`,
 `_internal_poll` and `_wait` of `subprocess.Popen` and reads their arguments by name (tested with
@@ -14,6 +14,7 @@ needed; all tests then take 1.6 times as long.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lm.launch import console, machine, spawn
+from lm.launch import console, machine
 from lm.launch.signals import STOP_SIGNALS
 
 FORK_RANKS = os.environ.get("FORK_RANKS") != "0"
@@ -40,8 +41,20 @@ FORK_RANKS = os.environ.get("FORK_RANKS") != "0"
 START_METHOD = "spawn" if machine.has_gpu() or not FORK_RANKS else "forkserver"
 """How multiprocessing starts a process; CUDA must not be initialized before a fork."""
 
+SUBPROCESSES_OF_TORCHRUN = (
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+)
+
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH", "HF_ENDPOINT", "HF_HOME"}
 """Environment variables that the dynamic linker, Python or a package reads when it starts."""
+
+STARTERS = {
+    "lm.launch": "lm.launch.spawn",
+    "lm.launch.torchrun": SUBPROCESSES_OF_TORCHRUN,
+    "lm.search": "lm.search.trials",
+    "torch.distributed.run": SUBPROCESSES_OF_TORCHRUN,
+}
+"""Programs that start Python programs, and the module in which each does."""
 
 PRELOADED = [
     "tests.support.ranks",
@@ -51,10 +64,12 @@ PRELOADED = [
     "lm.preflight",
     "lm.training.profiling",
     "lm.report",
+    "lm.search.search",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "tensorboard.plugins.hparams.summary_v2",
     "torch._dynamo",
+    "torch.distributed.run",
     "torch.utils.tensorboard",
 ]
 """Modules that the process imports from which others are forked."""
@@ -110,18 +125,22 @@ class Start:
         # Imported PyTorch has read this variable in another environment.
         torch.set_num_threads(int(self.env["OMP_NUM_THREADS"]))
         console.START = time.monotonic()
-        if self.arguments[:2] == ["-m", "lm.launch"]:
-            self._launch()
+        if self.arguments[0] == "-m":
+            self._run_starter(self.arguments[1])
+            return
         sys.argv = self.arguments
         sys.path[:0] = [str(Path(self.arguments[0]).parent), self.env["PYTHONPATH"]]
         runpy.run_path(self.arguments[0], run_name="__main__")
 
-    def _launch(self) -> None:
-        """Run `lm.launch` as a program, which forks its ranks from this process."""
+    def _run_starter(self, name: str) -> None:
+        """Run a program of `STARTERS`, which forks what it starts from this process."""
         ForkedProcess.start_method = "fork"
-        spawn.subprocess = SimpleNamespace(Popen=ForkedProcess)  # type: ignore[assignment]
+        starts = SimpleNamespace(Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL)
+        module = importlib.import_module(STARTERS[name])
+        vars(module).update(Popen=ForkedProcess, subprocess=starts)
         sys.argv = self.arguments[1:]
-        sys.exit(spawn.main())
+        sys.modules.pop(name, None)  # runpy warns of one that is imported
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 class ForkedProcess(subprocess.Popen[str]):
@@ -135,7 +154,7 @@ class ForkedProcess(subprocess.Popen[str]):
         umask = os.umask(0)
         os.umask(umask)
         start = Start(
-            arguments=list(given["args"][1:]),
+            arguments=[argument for argument in given["args"][1:] if argument != "-u"],
             folder=str(given["cwd"] or "."),
             env=dict(given["env"]),
             stdout=_duplicate(given["c2pwrite"]),

@@ -55,21 +55,22 @@ def start_fsdp(
     config: Mapping[str, Any] | None = None,
     launcher: Sequence[str] | None = None,
     script: str = "",
+    fork: bool = True,
     **env: str,
 ) -> subprocess.Popen[str]:
-    """Start `fsdp.py` in `folder` on `ranks` ranks; forked if `launcher` and `env` allow it.
+    """Start `fsdp.py` in `folder` on `ranks` ranks; forked if `env` allows it.
 
     Args:
         config: hyperparameters (default: `TINY`), written to `folder/test.yaml`.
         launcher: Python's arguments that start the ranks (default: those of `lm.launch`, if `ranks`
             > 1).
         script: Python lines that every rank runs before; they can use `rank`.
+        fork: whether processes may be forked; else they import PyTorch.
         env: environment variables to set.
     """
     folder.mkdir(parents=True, exist_ok=True)
     hyperparameters = dict(TINY if config is None else config)
     (folder / "test.yaml").write_text(json.dumps({"hyperparameters": hyperparameters}))
-    can_fork = launcher is None and not env.keys() & READ_AT_START
     if launcher is None:
         launcher = ["-m", "lm.launch", "--nproc", str(ranks)] if ranks > 1 else []
     program = write_script(folder, script) if script else REPOSITORY / "fsdp.py"
@@ -80,7 +81,7 @@ def start_fsdp(
     return start_python(
         [*launcher, str(program), "--config", "test.yaml", *overrides],
         variables | env,
-        fork=can_fork,
+        fork=fork and not env.keys() & READ_AT_START,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
