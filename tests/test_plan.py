@@ -27,10 +27,11 @@ from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
-from lm.plan.__main__ import load_hyperparameters, main, parse_plan_arguments
+from lm.plan.__main__ import describe_ranks, load_hyperparameters, main, parse_plan_arguments
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.transformers_model import build_network, read_config, text_config
+from lm.units import format_bytes
 from tests.support import REPOSITORY
 from tests.support.hf import complete_values, read_with_model_defaults
 from tests.support.runs import run_fsdp
@@ -68,7 +69,7 @@ def track_backward(hp: Hyperparameters, ranks: Ranks) -> int:
 LLAMA = {
     "model": "mistral",
     "d_model": 512,
-    "n_layers": 4,
+    "n_layers": 3,
     "n_heads": 8,
     "vocab_size": 2048,
     "max_seq_len": 256,
@@ -77,17 +78,18 @@ MIXTURE = LLAMA | {"n_experts": 8, "d_ff": 256}
 GPT2 = {
     "model": "gpt2",
     "d_model": 512,
-    "n_layers": 4,
+    "n_layers": 3,
     "n_heads": 8,
     "vocab_size": 2048,
     "max_seq_len": 256,
 }
-DEFAULT = {"d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
+DEFAULT = {"d_model": 512, "n_layers": 3, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
 QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head", "tie_embeddings": True}
 OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
 LORA = LLAMA | {"lora_rank": 8, "init_from": "base"}
 NF4 = LORA | {"base_dtype": "nf4"}
-ACCUMULATED = {"total_batch_size": 24}
+ACCUMULATED = {"total_batch_size": 24, "n_layers": 2}
+"""three micro-batches"""
 
 STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"sharding": "full-shard", "activation_checkpointing": "full"}),
@@ -114,7 +116,7 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MIXTURE, {"sharding": "full-shard"}),
     (MIXTURE, {"sharding": "grad-shard", "activation_checkpointing": "full", "amp_dtype": None}),
 ]
-ONE_OF_EACH_KIND = [STEPS[i] for i in (0, 1, 5, 8, 9, 13, 15, 16, -2)]
+ONE_OF_EACH_KIND = [STEPS[i] for i in (1, 5, 8, 9, 15, 16, -1)]
 """of recomputation, mesh with accumulation, wrapping, offload, base and optimizer, and of
 experts"""
 OF_TRANSFORMERS: list[tuple[str, dict[str, Any]]] = [
@@ -309,8 +311,9 @@ def test_plan_that_does_not_fit_says_what_settings_need(
         "sync_each_micro_step=true",
     }
     for setting, peak in remedies.items():
-        assert main([*arguments, setting]) == 0
-        assert re.search(rf"^peak +{re.escape(peak)} ", capsys.readouterr().out, re.M)
+        args = parse_plan_arguments([*arguments, setting])
+        hp = load_hyperparameters(args)
+        assert format_bytes(fit.measure(hp, describe_ranks(args, hp)).peak) == peak
 
 
 @pytest.mark.slow
