@@ -48,7 +48,7 @@ from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task
 from lm.training import nf4, parallelize
 from lm.training.config import WINDOW
-from lm.transformers_config import AnyModelConfig
+from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.units import format_number, format_parameters
 
 
@@ -236,6 +236,8 @@ class ResolvedRun:
         """Return lines on what the user may not expect of the data, the memory and the rates."""
         hp = self.hp
         notes = list(self.data.notes)
+        if isinstance(hp.model, TransformersConfig):
+            notes += hp.model.notes()
         for task in self.tasks:
             notes += task.notes()
         notes += self.memory.notes()

@@ -66,6 +66,20 @@ class TransformersConfig(Config, frozen=True):
         """The name of the class in transformers, e.g. "lfm2"."""
         return str(self.transformers_config.get("model_type"))
 
+    def notes(self) -> list[str]:
+        """Return a line on each thing that is done otherwise than for other models, or not."""
+        examined = self.examined
+        notes: list[str] = []
+        if not examined.hidden_states:
+            notes.append("the loss computes all logits at once, as its class changes them")
+        if not examined.cache:
+            notes.append("samples compute all tokens again for each new one, as its cache is wrong")
+        if examined.untrained:
+            notes.append(f"without a gradient, so not trained: {', '.join(examined.untrained)}")
+        if self.transformers_config.get("output_router_logits"):
+            notes.append("the loss of output_router_logits, to balance experts, is not computed")
+        return [f"{self.model_type}: {note}" for note in notes]
+
     def structure(self) -> dict[str, Any]:
         """Return what weights depend on: the keys of the class's own config."""
         return self.transformers_config | {"vocab_size": self.vocab_size}

@@ -754,6 +754,7 @@ def test_flops_of_a_hybrid_are_those_of_its_products() -> None:
         ("opt", set()),  # gradients of the biases of keys are sums of 0
         ("deepseek_v32", set()),  # ReLU before a selection
         ("lfm3", set()),  # convolutions
+        ("hrm_text", set()),  # a parameter that its class freezes
     ],
 )
 def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> None:
@@ -762,6 +763,19 @@ def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> Non
     found = examine.examine(text_config(raw))
     assert {question for question, each in found.findings.items() if not each.holds} == fails, found
     assert found.refusals() == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_cache")
+def test_run_names_what_it_does_otherwise_for_a_class() -> None:
+    assert examined_config(complete_values("llama")).notes() == []
+    assert examined_config(complete_values("gemma2")).notes() == [
+        "gemma2: the loss computes all logits at once, as its class changes them"
+    ]
+    (note,) = examined_config(complete_values("mamba2")).notes()
+    assert note.startswith("mamba2: samples compute all tokens again for each new one")
+    (note,) = examined_config(complete_values("olmoe", output_router_logits=True)).notes()
+    assert note.startswith("olmoe: the loss of output_router_logits")
 
 
 class NoisyConfig(transformers.LlamaConfig):

@@ -168,8 +168,9 @@ def _code() -> dict[str, Any]:
     """Return what the answers depend on besides the config: versions, and this code."""
     here = Path(__file__)
     room = here.parent.parent
-    code = [here, here.with_name("small_config.py")]
+    code = [here, here.with_name("small_config.py"), room.with_name("model.py")]
     code += [room / "transformers_model.py", room / "delta_rule.py"]
+    code += [room / "training" / f"{name}.py" for name in ("lora", "nf4", "parallelize")]
     versions = describe_packages(["torch", "transformers", *_KERNELS])
     return {"versions": versions, "files": describe_files(code)}
 
@@ -384,8 +385,8 @@ class _Exam:
     @cached_property
     def untrained(self) -> list[str]:
         names: dict[str, None] = {}
-        for name, _ in self.small.network.named_parameters():
-            if name not in self.gradients_alone:
+        for name, parameter in self.small.network.named_parameters():
+            if parameter.requires_grad and name not in self.gradients_alone:
                 names[without_numbers(name)] = None
         return list(names)
 

@@ -105,8 +105,11 @@ def transform_blocks(
     if config.activation_checkpointing != "none":
         apply_activation_checkpointing(model, config.activation_checkpointing)
 
-    can_compile = isinstance(model, Transformer) or model.config.examined.compilation
-    if config.compiles(on_gpu, float8) and can_compile:
+    compiles = config.compiles(on_gpu, float8)
+    if compiles and not isinstance(model, Transformer) and not model.config.examined.compilation:
+        warn(f"{model.config.model_type}: not compiled, as its layers are no graphs")
+        compiles = False
+    if compiles:
         options = compiler_options()
         if float8 == "rowwise" and on_gpu:
             # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
