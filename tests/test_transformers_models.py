@@ -865,13 +865,13 @@ def test_kernels_of_other_packages_are_not_called(tmp_path: Path) -> None:
 def test_walk_in_the_docs_works_as_typed(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs/finetuning.md").read_text()
     section = page[page.index("### A walk without a download") : page.index("## Families")]
-    program, commands = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+    program, *commands = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
     (tmp_path / "make_tiny.py").write_text(program)
     for name in ("fsdp.py", "recipes"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands],
+        ["bash", "-euo", "pipefail", "-c", "".join(commands)],
         cwd=tmp_path,
         env=os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -881,4 +881,6 @@ def test_walk_in_the_docs_works_as_typed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "95 samples in 32 sequences" in done.stdout  # packed
     assert "\nI am Ada.\nexported: " in done.stdout
-    transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")
+    assert "\nI am Bob.\nmerged: " in done.stdout
+    for exported in ("exported", "merged"):
+        transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / exported)
