@@ -30,8 +30,15 @@ MASTER = os.environ.get("DET_MASTER")
 UNAVAILABLE = None if MASTER else trial.unavailable_reason()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
-SOMETIMES = {"mfu", "save_stall_seconds", "busiest_expert_percent", "idle_experts"}
-"""Reported only if the device's peak is known, after a save since the last report, of mixtures."""
+SOMETIMES = {
+    "mfu",
+    "allocation_retries",
+    "save_stall_seconds",
+    "busiest_expert_percent",
+    "idle_experts",
+}
+"""Reported only if the device's peak is known, if a GPU was full, after a save since the last
+report, of mixtures."""
 
 Tell = Callable[[str], None]
 
