@@ -32,10 +32,10 @@ install: $(RUN) ## Install .venv, which train and test do, too: for a login node
 train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
 	@trap : INT; MAKE_TARGET=$@ $(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
 
-test: $(DEV) ## Run the quick tests: a smoke test of every promise, 3 to 5 minutes. WORKERS=2 ARGS="-k name"
+test: $(DEV) ## Run the quick tests: a smoke test of every promise, 4 to 6 minutes. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(DEV) ## Run all tests, 20 to 30 minutes.
+test-all: $(DEV) ## Run all tests, 30 to 40 minutes.
 	@$(PYTEST) $(ARGS)
 
 test-cluster: $(DEV) ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
