@@ -209,15 +209,16 @@ def _until_failure(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         compiled = compile_graph(function, **options)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not failures:
-                try:
-                    return compiled(*args, **kwargs)
-                except BackendCompilerFailed as error:
-                    failures.append(error)
-                    reason = str(error).partition("\n")[0]
-                    what = f"PyTorch {torch.__version__} cannot compile this model: {reason}"
-                    warn(f"{what}; the run continues without, as with compile: false")
-            return function(*args, **kwargs)
+            if failures:
+                return function(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                failures.append(error)
+                reason = str(error).partition("\n")[0]
+                problem = f"PyTorch {torch.__version__} cannot compile this model: {reason}"
+                warn(f"{problem}; the run continues without, as with compile: false")
+                return function(*args, **kwargs)
 
         return call
 
