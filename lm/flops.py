@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 
-from lm.data.cache import describe_files, describe_packages, remembered
+from lm.data.cache import describe_program, remembered
 from lm.model_config import ModelConfig
 from lm.training.config import LoraConfig
 from lm.transformers_config import AnyModelConfig
@@ -31,9 +30,7 @@ def count_flops_per_token(config: LoraConfig, model: AnyModelConfig) -> float | 
         keys = model.mean_keys(model.max_seq_len)
     n_tokens = max(1, round(keys))
     adapters = config.lora_rank, config.lora_targets
-    room = Path(__file__).parent
-    code = describe_files([room.with_name("model.py"), *sorted(room.rglob("*.py"))])
-    facts = "FLOPs", model, adapters, describe_packages(["torch", "transformers"]), code
+    facts = "FLOPs", model, adapters, describe_program(["torch", "transformers"])
     return json.loads(remembered(facts, lambda: json.dumps(_count(config, model, n_tokens))))
 
 

@@ -127,6 +127,13 @@ def _code() -> list[str]:
     return [_SOURCES, *describe_packages(_LIBRARIES)]
 
 
+def describe_program(packages: Iterable[str]) -> dict[str, Any]:
+    """Return what identifies the code of `lm` and model.py, and the versions of `packages`."""
+    room = Path(__file__).parent.parent
+    sources = [room.with_name("model.py"), *sorted(room.rglob("*.py"))]
+    return {"sources": describe_files(sources), "packages": describe_packages(packages)}
+
+
 def describe_packages(names: Iterable[str]) -> list[str]:
     """Return the installed version of each package."""
     described: list[str] = []

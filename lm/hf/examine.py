@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from lm.data.cache import cached, describe_files, describe_packages
+from lm.data.cache import cached, describe_program
 from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs
 from lm.launch.console import warn
@@ -157,22 +157,12 @@ def examine(values: Mapping[str, Any]) -> Examination:
         found = _examine(values)
         (directory / _RESULT).write_text(found.model_dump_json(indent=1))
 
-    entry = cached({"examination": values, **_code()}, build)
+    program = describe_program(["torch", "transformers", *_KERNELS])
+    entry = cached({"examination": values, **program}, build)
     return Examination.model_validate_json((entry / _RESULT).read_bytes())
 
 
 _RESULT = "examination.json"
-
-
-def _code() -> dict[str, Any]:
-    """Return what the answers depend on besides the config: versions, and this code."""
-    here = Path(__file__)
-    room = here.parent.parent
-    code = [here, here.with_name("small_config.py"), room.with_name("model.py")]
-    code += [room / "transformers_model.py", room / "delta_rule.py"]
-    code += [room / "training" / f"{name}.py" for name in ("lora", "nf4", "parallelize")]
-    versions = describe_packages(["torch", "transformers", *_KERNELS])
-    return {"versions": versions, "files": describe_files(code)}
 
 
 def _examine(values: Mapping[str, Any]) -> Examination:
