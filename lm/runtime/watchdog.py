@@ -145,9 +145,9 @@ class Watchdog:
         """Return the seconds since the last look; of a pause, only those of a late look."""
         now = time.monotonic()
         seconds = now - self._last_look
-        self._last_look = now
         if seconds >= self._long_pause:
             self._last_long_pause = _Pause(seconds, now)
+        self._last_look = now  # after the pause: the main thread reads them in the other order
         return min(seconds, 4 * INTERVAL)
 
     def _publish_heartbeats(self) -> None:
@@ -254,11 +254,13 @@ class Watchdog:
 
         Then the other ranks have timed out, and a collective has failed here because they ended.
         """
-        now = time.monotonic()
+        last_look = self._last_look
         pause = self._last_long_pause
-        if now - self._last_look >= self._long_pause:
-            pause = _Pause(now - self._last_look, now)  # the thread has not run again yet
-        if pause is not None and now - pause.end < self._timeout:
+        now = time.monotonic()
+        if now - last_look >= self._long_pause:
+            pause = _Pause(now - last_look, now)  # the thread has not run again yet
+        # The collective may have been joined after the pause, and have waited to its own timeout.
+        if pause is not None and now - pause.end < self._timeout + 2 * MARGIN:
             return pause
         return None
 
