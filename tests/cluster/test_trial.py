@@ -37,6 +37,8 @@ HYPERPARAMETERS: dict[str, Any] = {
     "validation_rate": 6,
     "checkpoint_rate": 6,
 }
+ENDLESS = {"max_steps": 100_000, "checkpoint_rate": 100}
+"""until the master ends it: a trial hears of that later than its small steps are done"""
 
 
 @pytest.fixture
@@ -377,7 +379,8 @@ def test_trial_that_is_canceled_is_not_stopped_by_its_search(
             searching.allocation.preempt.set()
 
     searching.on_metrics = cancel
-    canceled = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    hyperparameters = point(searching, **ENDLESS)
+    canceled = trial.run(searching, folder=tmp_path, hyperparameters=hyperparameters)
     assert canceled.process.returncode == 0, canceled.log
     assert canceled.allocation.acknowledged
     (line,) = [line for line in canceled.log.splitlines() if "stopped after step" in line]
@@ -410,7 +413,8 @@ def test_trial_with_a_wrong_searcher_ends_before_step_1(searching: Master, tmp_p
 
 @pytest.mark.slow
 def test_trial_that_is_paused_says_when_it_resumes(master: Master, tmp_path: Path) -> None:
-    trial.submit(master, trial.experiment(**HYPERPARAMETERS), tmp_path / "cli")
+    endless = HYPERPARAMETERS | ENDLESS
+    trial.submit(master, trial.experiment(**endless), tmp_path / "cli")
 
     def pause(_group: str, step: int) -> None:
         if step == 8 and master.allocation:
