@@ -173,6 +173,15 @@ def test_val_data_names_several_token_files(tmp_path: Path) -> None:
         opened(train, val_data=sets | {"none": str(tmp_path / "none")})
 
 
+def test_bin_file_of_tokens_is_its_dataset(tmp_path: Path) -> None:
+    index = both(tmp_path) / "train.json"
+    named = str(index.with_suffix(".bin"))
+    assert opened(named).fingerprints() == opened(str(index)).fingerprints()
+    index.unlink()  # as of nanoGPT's files
+    with pytest.raises(ConfigError, match=r"^train_data: .*train\.json: No such .*lm\.prepare"):
+        opened(named)
+
+
 def test_token_files_use_only_the_tokenizer_they_name(tmp_path: Path) -> None:
     data = opened(str(both(tmp_path)), tokenizer="bytes")
     assert data.tokenizer is None

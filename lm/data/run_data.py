@@ -278,12 +278,13 @@ def _train_index_paths(config: DataConfig) -> list[Path]:
 def _index_path(where: str, key: str, part: str) -> Path:
     """Return the index of a part of a directory of token files, else that of its training part."""
     path = Path(where).expanduser()
-    if not path.exists():
-        files.check_path(where, key)
-    if not path.is_dir():
-        return path
-    index = path / f"{part}.json"
-    return index if index.exists() else path / f"{TRAIN}.json"
+    if path.is_dir():
+        index = path / f"{part}.json"
+        return index if index.exists() else path / f"{TRAIN}.json"
+    if path.exists():
+        return path.with_suffix(".json")  # the path of NAME.bin means NAME.json, too
+    files.check_path(where, key)
+    return path
 
 
 @oserror_as_config_error
