@@ -206,6 +206,9 @@ for _part in PARTS.values():
     FIELDS |= _part.model_fields
 
 
+_KEYS_OF_ALIASES = {alias: key for key, info in FIELDS.items() for alias in aliases_of(info)}
+
+
 def _require_known(values: Mapping[str, Any], parts: Mapping[str, type[Config]]) -> None:
     unknown = set(values)
     for part in parts.values():
@@ -588,12 +591,16 @@ def _check_model_of_transformers(
     assert isinstance(model, TransformersConfig)
     for key in given:
         label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
+        ours = _KEYS_OF_ALIASES.get(key, key)
         if key == "vocab_size" and given[key] not in (None, model.vocab_size):
             problem = f"{_show(given[key])} differs from {model.vocab_size} in {source}"
             draft.refuse(key, f"{problem}; remove vocab_size", label)
-        elif key in ModelConfig.model_fields and key not in TransformersConfig.model_fields:
+        elif ours in ModelConfig.model_fields and ours not in TransformersConfig.model_fields:
             problem = f"{source} is a model of transformers ({model.model_type})"
-            draft.refuse(key, f"{problem}, whose config.json says it; remove {key}", label)
+            reason = "whose config.json says it"
+            if ours.startswith("router_balance"):
+                reason = "whose experts are balanced neither by a loss nor by a bias"
+            draft.refuse(key, f"{problem}, {reason}; remove {key}", label)
     if model.examined.packing or given.get("dataset") != "jsonl":
         return
     if given.get("packing") is True:
@@ -704,13 +711,16 @@ def _validate_parts(draft: _Draft, relations: bool = True) -> dict[str, Any]:
     """
     parts_of_draft = parts_of(draft.values)
     known_keys = FIELDS.keys() | parts_of_draft["model"].model_fields.keys()
-    unknown = [key for key in draft.values if key not in known_keys]
+    unknown = [key for key in draft.values if key not in known_keys and (key,) not in draft.errors]
+    if not relations:  # whose model may be one of transformers, which has no such keys
+        of_model = ModelConfig.model_fields
+        unknown = [key for key in unknown if _KEYS_OF_ALIASES.get(key) not in of_model]
     for key in unknown[:_MAX_UNKNOWN]:
         if key in training.UNSUPPORTED:
             remedy = f"remove {key}, or train all weights with lora_rank: null"
             draft.refuse(key, f"{training.UNSUPPORTED[key]}; {remedy}")
             continue
-        known = list(FIELDS)
+        known = [name for part in parts_of_draft.values() for name in part.model_fields]
         if key in draft.arguments:
             known += ["--config", "--dry-run"]
         draft.refuse(key, f"no such hyperparameter{_nearest(key, known)}")
