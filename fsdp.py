@@ -323,7 +323,10 @@ class Trainer:
         start = run.start
         is_new = not run.resume_plan.resume_candidates
         if start.model is not None and (is_new or start.base is not None):
-            weights.load_into(self.model, start.model, self.world, self.logger.info)
+            to_be_exported = run.trains and start.base is None  # adapters are exported alone, too
+            weights.load_into(
+                self.model, start.model, self.world, self.logger.info, to_be_exported=to_be_exported
+            )
         if start.adapters is not None and is_new:
             adapters.load_into(self.model, start.adapters, self.world, self.logger.info)
         progress = load_checkpoint(

@@ -242,10 +242,14 @@ def test_copies_of_tied_weights_must_be_equal(tmp_path: Path) -> None:
 def test_unused_tensors_are_named_and_kept(tmp_path: Path) -> None:
     save_model(QWEN3_5_MOE, tmp_path / "source")
     tensors = load_all(tmp_path / "source")
-    tensors["mtp.fc.weight"] = torch.ones(2, 3)
+    tensors |= {"mtp.fc.weight": torch.ones(2, 3), "speech.norm.weight": torch.ones(2)}
     save_tensors(tmp_path / "source", tensors)
     conversion = open_conversion(tmp_path / "source")
-    assert "mtp.fc.weight" in [*conversion.unused, *conversion.other_parts]
+    n_others = sum(name.startswith(("model.visual.", "speech.")) for name in tensors)
+    parts, unused = conversion.notes()
+    assert parts.startswith(f"{n_others} tensors of its other parts are not trained")
+    assert parts.endswith(": model.visual, speech")
+    assert unused.endswith(": mtp.fc.weight")
     export_directory(conversion, get_from(read_network(conversion)), tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "source")
 

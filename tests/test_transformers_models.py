@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lm import sampling
@@ -47,10 +48,16 @@ from tests.support.hf import (
     save_model,
     train_reference,
 )
-from tests.support.hyperparameters import LLAMA_STYLE, TINY, named_keys
+from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.parallelism import train_each
 from tests.support.ranks import in_world, run_ranks
-from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
+from tests.support.runs import (
+    checkpoints_by_step,
+    read_exact_metrics,
+    read_reports,
+    run_fsdp,
+    train_in_world,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("shared_cache"),
@@ -233,6 +240,7 @@ def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     run = settings(models[name], max_steps=6, validation_rate=3, checkpoint_rate=3, **chats)
     done = run_fsdp(tmp_path / "at once", ranks=2, config=run, code=0)
     assert "packing: false" not in done.stderr
+    assert "of its other parts are not trained, and are exported: model.visual\n" in done.stdout
     run_fsdp(tmp_path / "resumed", "stop_at_step=3", ranks=2, config=run, code=0)
     run_fsdp(tmp_path / "resumed", ranks=2, config=run, code=0)
     assert read_exact_metrics(tmp_path / "resumed") == read_exact_metrics(tmp_path / "at once")
@@ -667,6 +675,33 @@ def test_models_that_cannot_be_trained_exactly_are_refused_before_weights_are_re
     with pytest.raises(ConfigError, match=problem) as error:
         read_with_model_defaults(settings(tmp_path))
     assert all(line.startswith(str(tmp_path / "config.json")) for line in error.value.problems)
+
+
+@pytest.mark.slow
+def test_a_layout_that_transformers_only_reads_is_refused_before_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which writes three convolutions of one size each, and reads them of any."""
+    widths = (32, 32, 64)
+    save_model("olmo_hybrid", tmp_path, {"linear_value_head_dim": 32})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "q_conv1d" in name]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        joined = torch.cat([tensors[each] for each in names])
+        tensors |= zip(names, joined.split(widths), strict=True)
+    save_file(tensors, file)
+    monkeypatch.chdir(tmp_path)
+
+    def start(name: str, **changes: Any) -> None:
+        run = settings(tmp_path, run_name=name, max_seq_len=8, **changes)
+        in_world(lambda world: train_in_world(world, run))
+
+    start("validated", max_epochs=-1, max_steps=None)
+    start("adapters", max_steps=1, lora_rank=2)
+    with pytest.raises(ConfigError, match="cannot write what it reads") as refused:
+        start("trained")
+    assert "_conv1d.weight: has another shape after it" in str(refused.value)
 
 
 def test_the_config_of_transformers_is_no_hyperparameter(models: dict[str, Path]) -> None:

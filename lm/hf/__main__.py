@@ -27,8 +27,8 @@ from lm.hf import adapters, weights
 from lm.hf.conversion import open_conversion
 from lm.hf.examine import examine
 from lm.hf.export import export_model
-from lm.hf.files import CONFIG_FILE, WEIGHT_DTYPES
-from lm.hf.quantized import DEQUANTIZED, quantization_of
+from lm.hf.files import CONFIG_FILE, WEIGHT_DTYPES, describe_unused
+from lm.hf.quantized import quantization_of
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import text_config
 from lm.units import format_bytes, format_parameters
@@ -55,7 +55,7 @@ def describe_model(source: str) -> str:
     summary = f"{model.family.class_name}, {n_parameters}, {size}"
     lines = [f"{source}: {summary}", f"can be read: init_from: {source}"]
     if model.unused:
-        lines.append(weights.describe_unused(source, model.unused))
+        lines.append(describe_unused(model.unused))
     return "\n".join(lines)
 
 
@@ -64,14 +64,8 @@ def _describe_of_transformers(source: str, config: TransformersConfig) -> str:
     n_parameters = f"{format_parameters(config.n_parameters)} parameters"
     lines = [f"{source}: {config.model_type} of transformers, {n_parameters}"]
     lines.append(f"can be read: init_from: {source}")
-    if conversion.is_quantized:
-        lines.append(DEQUANTIZED)
-    if conversion.other_parts:
-        n_others = len(conversion.other_parts)
-        lines.append(f"{n_others} tensors of its other parts are not trained, and are exported")
-    if conversion.unused:
-        lines.append(weights.describe_unused(source, conversion.unused))
-    return "\n".join([*lines, *examine(config.transformers_config).describe()])
+    examination = examine(config.transformers_config)
+    return "\n".join([*lines, *conversion.notes(), *examination.describe()])
 
 
 def describe_examination(source: str) -> tuple[str, int]:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
 from lm.errors import ConfigError, error_prefix, limit_problems
-from lm.hf.files import CONFIG_FILE, READ_DTYPES, find_slices, read_object
-from lm.hf.quantized import Quantized, Stored, find_tensors, quantization_of
+from lm.hf.files import CONFIG_FILE, READ_DTYPES, describe_unused, find_slices, read_object
+from lm.hf.quantized import DEQUANTIZED, Quantized, Stored, find_tensors, quantization_of
 from lm.shards import local_rows
 from lm.training import nf4
 from lm.transformers_model import (
@@ -303,6 +303,31 @@ class Conversion:
     def is_quantized(self) -> bool:
         return any(isinstance(stored, Quantized) for stored in self.stored.values())
 
+    def notes(self) -> list[str]:
+        """Return a line on each thing in the files that is not read as it is."""
+        notes: list[str] = []
+        if self.is_quantized:
+            notes.append(DEQUANTIZED)
+        if self.other_parts:
+            others = f"{len(self.other_parts)} tensors of its other parts"
+            modules = ", ".join(limit_problems(self._find_other_modules()))
+            notes.append(f"{others} are not trained, and are exported: {modules}")
+        if self.unused:
+            notes.append(describe_unused(self.unused))
+        return notes
+
+    def _find_other_modules(self) -> list[str]:
+        """Return the paths of the largest modules that hold `other_parts` alone."""
+        of_network: set[str] = set()
+        for group in (*self.groups, *self.copies):
+            for name in group.source_names:
+                of_network.update(_paths_to(name))
+        modules: set[str] = set()
+        for name in self.other_parts:
+            paths = [path for path in _paths_to(name) if path not in of_network]
+            modules.add(paths[0] if paths else name)
+        return sorted(modules)
+
     def stored_dtype(self, group: Group, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the sources of `group` in a model that is saved in `dtype`.
 
@@ -559,11 +584,9 @@ class _Matching:
         """
         patterns = self.saved._keys_to_ignore_on_load_unexpected or ()
         is_ignored = any(re.search(pattern, place) for pattern in patterns)
-        parts = place.split(".")
-        parents = {".".join(parts[:end]) for end in range(1, len(parts))}
         if is_ignored or _CONSTANTS.fullmatch(place):
             self.unused.append(name)
-        elif parents & layers:
+        elif layers.intersection(_paths_to(place)):
             self.problems.append(f"{name}: unexpected tensor")
         elif len(self.names) < len(self.places):
             self.other_parts.append(name)
@@ -611,6 +634,12 @@ class _Matching:
         except Exception as error:  # of any type, where shapes do not fit together
             others = f"{len(group.source_names) - 1} others, to become {group.first_place}"
             raise _MisfitError(f"does not fit {others}: {str(error)[:200]}") from None
+
+
+def _paths_to(name: str) -> list[str]:
+    """Return the paths of the modules that hold the tensor `name`, the outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _find_layers(names: Mapping[str, str]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from lm.checkpoint.headers import TensorSlice, read_headers
 from lm.data import tokenizer
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 
 CONFIG_FILE = tokenizer.MODEL_CONFIG
@@ -96,6 +97,12 @@ def read_object(path: Path) -> dict[str, Any]:
             return content
         problem = "not a JSON object"
     raise ConfigError(f"{path}: {problem}")
+
+
+def describe_unused(names: Sequence[str]) -> str:
+    """Return a line on tensors in the files of a model that are not the model's."""
+    shown = ", ".join(limit_problems(names))
+    return f"not tensors of the model, and not used, as in transformers: {shown}"
 
 
 def to_json(content: object) -> bytes:

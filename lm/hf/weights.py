@@ -41,10 +41,11 @@ from lm.hf.files import (
     CONFIG_FILE,
     READ_DTYPES,
     SAFETENSORS_INDEX,
+    describe_unused,
     find_slices,
     read_object,
 )
-from lm.hf.quantized import DEQUANTIZED, quantization_of
+from lm.hf.quantized import quantization_of
 from lm.launch.console import warn
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
@@ -299,8 +300,18 @@ def load_model(
     return model
 
 
-def load_into(model: AnyModel, source: str, world: World, log: Callable[[str], None]) -> None:
+def load_into(
+    model: AnyModel,
+    source: str,
+    world: World,
+    log: Callable[[str], None],
+    *,
+    to_be_exported: bool = False,
+) -> None:
     """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
+
+    Args:
+        to_be_exported: see `read_directory`.
 
     Raises:
         ConfigError, RunError: see `find_source` and `read_directory`.
@@ -309,42 +320,39 @@ def load_into(model: AnyModel, source: str, world: World, log: Callable[[str], N
     world.run_in_thread(find_source, source)  # which can download for long
     with world.all_or_none():
         directory = find_source(source)
-        unused = read_directory(directory, model)
+        notes = read_directory(directory, model, to_be_exported=to_be_exported)
     peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))
     seconds = time.monotonic() - started
     memory = f"peak memory {format_bytes(peak)} per rank"
     log(f"loaded the weights of {source} in {seconds:.1f} s, {memory}")
-    config_path = directory / CONFIG_FILE
-    if config_path.is_file() and quantization_of(read_object(config_path)) is not None:
-        log(f"{source}: {DEQUANTIZED}")
-    if unused:
-        log(describe_unused(source, unused))
-
-
-def describe_unused(source: str, names: Sequence[str]) -> str:
-    """Return a line on tensors of `source` that are not the model's."""
-    shown = ", ".join(limit_problems(names))
-    return f"{source}: not tensors of the model, and not used, as in transformers: {shown}"
+    for note in notes:
+        log(f"{source}: {note}")
 
 
 @torch.no_grad()
-def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
+def read_directory(
+    directory: Path, model: AnyModel, *, to_be_exported: bool = False
+) -> Sequence[str]:
     """Fill this rank's shards of `model`, except for adapters, from `directory`.
 
     Args:
         directory: of a Hugging Face model or a checkpoint.
+        to_be_exported: whether other weights are to be written in its layout, once trained.
 
     Returns:
-        `HuggingFaceModel.unused`.
+        Lines on what is not read as it is.
 
     Raises:
-        ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
+        ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to;
+            or transformers cannot write a layout `to_be_exported`.
         RunError: a file is damaged, or holds inf or NaN.
     """
     if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
         conversion = open_conversion(directory)
+        if to_be_exported:
+            conversion.require_reversible()
         conversion.read(model.network)
-        return conversion.unused
+        return conversion.notes()
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
@@ -354,7 +362,7 @@ def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
             f"{directory}: {CONFIG_FILE} ties lm_head.weight to the embedding, but the files have a"
             f" different one; set tie_word_embeddings: false in {CONFIG_FILE} to use it"
         )
-    return unused
+    return [describe_unused(unused)] if unused else []
 
 
 class FoundWeights(NamedTuple):
