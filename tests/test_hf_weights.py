@@ -19,7 +19,14 @@ from huggingface_hub import constants
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf.base import find_base
-from lm.hf.weights import find_source, is_model, model_defaults, open_model, read_directory
+from lm.hf.weights import (
+    find_complete_source,
+    find_source,
+    is_model,
+    model_defaults,
+    open_model,
+    read_directory,
+)
 from lm.plan import __main__ as plan
 from model import Transformer
 from tests.support.hf import LLAMA, make_reference, read_with_model_defaults
@@ -28,6 +35,8 @@ from tests.support.ranks import in_world
 from tests.support.runs import run_fsdp
 
 COMMIT = "c" * 40
+OTHER_WEIGHTS = ("consolidated.safetensors", "model.gguf", "pytorch_model.bin")
+OTHER_FILES = ("README.md", "modeling.py", "tokens.tiktoken")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -108,7 +117,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a hub."""
     Hub.files = tmp_path_factory.mktemp("hub")
     make_reference(LLAMA).save_pretrained(Hub.files)
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
+    for name in (*OTHER_WEIGHTS, *OTHER_FILES):
         (Hub.files / name).write_text("not needed")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -155,6 +164,13 @@ def test_find_source_downloads_only_needed_files(downloaded: Path) -> None:
     assert sorted(Hub.sent) == [*needed, "model.safetensors"], "requested again where it was cut"
     original = (Hub.files / "model.safetensors").read_bytes()
     assert (downloaded / "model.safetensors").read_bytes() == original
+
+
+@pytest.mark.slow
+def test_source_of_an_export_has_all_files_but_other_weights(downloaded: Path) -> None:
+    before = {path.name for path in downloaded.iterdir()}
+    assert find_complete_source("someone/llama") == downloaded
+    assert {path.name for path in downloaded.iterdir()} == before | set(OTHER_FILES)
 
 
 @pytest.mark.slow

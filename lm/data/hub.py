@@ -37,7 +37,9 @@ def find_directory(source: str) -> str:
     raise ConfigError(f"{source}: {problem}; use {snapshots}/NAME")
 
 
-def download_from_hub(source: str, files: Sequence[str], key: str) -> Path:
+def download_from_hub(
+    source: str, files: Sequence[str], key: str, *, but_not: Sequence[str] = ()
+) -> Path:
     """Download files of a model on the Hugging Face Hub.
 
     The processes of a node can call it at the same time: one downloads, the others wait.
@@ -46,6 +48,7 @@ def download_from_hub(source: str, files: Sequence[str], key: str) -> Path:
         source: the model, OWNER/MODEL or OWNER/MODEL@REVISION.
         files: names or patterns.
         key: the hyperparameter that `source` is the value of, for errors.
+        but_not: names or patterns of other files.
 
     Returns:
         The directory of the files, in the Hub's cache.
@@ -60,7 +63,13 @@ def download_from_hub(source: str, files: Sequence[str], key: str) -> Path:
 
     name, _, revision = source.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+        directory = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=list(files),
+            ignore_patterns=list(but_not),
+        )
+        return Path(directory)
     except errors.GatedRepoError:
         request = f"request access at https://huggingface.co/{name}"
         raise refusal(f"gated: {request}, then `hf auth login` or set HF_TOKEN") from None

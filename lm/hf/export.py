@@ -142,6 +142,7 @@ def _export_of_transformers(
     source = manifest.hyperparameters.get("init_from")
     if manifest.base is not None:
         opened = open_base(manifest.base, base_dir)
+        _find_original(str(base_dir or manifest.base.source))
     elif base_dir is not None:
         opened = base_dir
     else:
@@ -186,7 +187,7 @@ def _replace_tokenizer(tokenizer: Tokenizer, source: Path) -> dict[str, bytes | 
 
 
 def _find_original(source: str) -> Path:
-    """Return the directory of the Hugging Face model that a run started from.
+    """Return the directory of the Hugging Face model that a run started from, with all its files.
 
     Raises:
         ConfigError: it is not there, or the run started from a checkpoint.
@@ -196,7 +197,7 @@ def _find_original(source: str) -> Path:
         problem = "no Hugging Face model, whose files are copied"
         raise ConfigError(f"init_from: {source}: {problem}; {remedy}")
     try:
-        return weights.find_source(source, weights.ALL_FILES)
+        return weights.find_complete_source(source)
     except ConfigError as error:
         raise ConfigError(f"{error}; {remedy}") from None
 

@@ -29,28 +29,13 @@ from lm.hf.files import (
     CONFIG_FILE,
     SAFETENSORS_INDEX,
     WEIGHT_DTYPES,
+    WEIGHT_SUFFIXES,
     follow_links,
     list_weight_files,
     read_object,
     to_json,
 )
 from lm.hf.quantized import Quantized, Stored
-
-_WEIGHT_SUFFIXES = (
-    ".bin",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".index.json",
-    ".msgpack",
-    ".onnx",
-    ".onnx_data",
-    ".ot",
-    ".pt",
-    ".pth",
-    ".safetensors",
-)
-"""of files of weights in all formats"""
 
 
 @dataclass(frozen=True)
@@ -344,7 +329,7 @@ def _list_others(directory: Path, weights: Collection[Path]) -> _Others:
         is_hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
         if is_hidden or path in weights or not path.is_file():
             continue
-        is_weights = path.name.endswith(_WEIGHT_SUFFIXES)
+        is_weights = path.name.endswith(WEIGHT_SUFFIXES)
         if path == index:
             is_weights = not is_indexed
         if is_weights:

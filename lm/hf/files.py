@@ -18,6 +18,21 @@ from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 CONFIG_FILE = tokenizer.MODEL_CONFIG
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
+WEIGHT_SUFFIXES = (
+    ".bin",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".index.json",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".pt",
+    ".pth",
+    ".safetensors",
+)
+"""of files of weights in all formats"""
 WEIGHT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

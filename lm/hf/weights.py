@@ -41,6 +41,7 @@ from lm.hf.files import (
     CONFIG_FILE,
     READ_DTYPES,
     SAFETENSORS_INDEX,
+    WEIGHT_SUFFIXES,
     describe_unused,
     find_slices,
     read_object,
@@ -66,8 +67,6 @@ from model import ModelConfig
 
 _STRUCTURE_FILES = (CONFIG_FILE, *tokenizer.SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
-ALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.md", "LICENSE*")
-"""of a model on the Hub that is exported again"""
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save: causal masks and rotary frequencies."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
@@ -86,11 +85,14 @@ def is_model(source: str) -> bool:
 
 
 @oserror_as_config_error
-def find_source(source: str, files: Sequence[str] = _HUB_FILES) -> Path:
+def find_source(
+    source: str, files: Sequence[str] = _HUB_FILES, *, but_not: Sequence[str] = ()
+) -> Path:
     """Return the directory `source`, or that of the Hub's OWNER/MODEL[@REVISION], downloaded.
 
     Args:
         files: names or patterns of those to download.
+        but_not: see `download_from_hub`.
 
     Raises:
         ConfigError: it does not exist, or cannot be downloaded.
@@ -102,7 +104,13 @@ def find_source(source: str, files: Sequence[str] = _HUB_FILES) -> Path:
             f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub"
             " (OWNER/MODEL)"
         )
-    return download_from_hub(source, files, "init_from")
+    return download_from_hub(source, files, "init_from", but_not=but_not)
+
+
+def find_complete_source(source: str) -> Path:
+    """Return the directory of a model with all files that its export has, see `find_source`."""
+    find_source(source)
+    return find_source(source, ["*"], but_not=[f"*{suffix}" for suffix in WEIGHT_SUFFIXES])
 
 
 class HuggingFaceModel(NamedTuple):
