@@ -37,7 +37,7 @@ HYPERPARAMETERS: dict[str, Any] = {
     "validation_rate": 6,
     "checkpoint_rate": 6,
 }
-ENDLESS = {"max_steps": 100_000, "checkpoint_rate": 100}
+ENDLESS: dict[str, Any] = {"max_steps": 100_000, "checkpoint_rate": 100}
 """until the master ends it: a trial hears of that later than its small steps are done"""
 
 
