@@ -395,12 +395,15 @@ def test_pause_is_found_at_any_moment_of_its_measurement(n_lines: int) -> None:
     assert pause is not None
 
 
-def test_pause_explains_a_collective_that_was_joined_after_it() -> None:
+def test_pause_explains_failures_until_the_ranks_complete_a_step_after_it() -> None:
     watched = Watchdog(dist.HashStore(), rank=1, size=2, timeout=8)
-    end = time.monotonic() - 8 - watchdog.MARGIN
-    watched._last_look = time.monotonic()
-    watched._last_long_pause = watchdog._Pause(60, end)
+    watched.on_step_start(3)
+    watched._last_look = time.monotonic() - 60
+    watched._measure_pause()
+    watched.on_step_start(4)  # completed with what the other rank sent before it ended
     assert "did not run for 60 s" in str(watched._explain_failure(timed_out=True))
+    watched.on_step_start(5)
+    assert watched._recent_long_pause() is None
 
 
 class FailsOnce(dist.HashStore):

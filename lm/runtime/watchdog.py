@@ -77,8 +77,8 @@ class _Pause:
     """A time in which the watchdog's thread did not run."""
 
     seconds: float
-    end: float
-    """by time.monotonic()"""
+    step: int
+    """the last one that this rank had completed"""
 
 
 class Watchdog:
@@ -146,7 +146,7 @@ class Watchdog:
         now = time.monotonic()
         seconds = now - self._last_look
         if seconds >= self._long_pause:
-            self._last_long_pause = _Pause(seconds, now)
+            self._last_long_pause = _Pause(seconds, self._step)
         self._last_look = now  # after the pause: the main thread reads them in the other order
         return min(seconds, 4 * INTERVAL)
 
@@ -227,7 +227,7 @@ class Watchdog:
         pause = self._recent_long_pause()
         if pause is not None:
             return RunError(
-                f"{where}: did not run for {pause.seconds:.0f} s, while other ranks waited for it"
+                f"{where}: did not run for {pause:.0f} s, while other ranks waited for it"
                 f" for {self._timeout:g} s (collective_timeout): stopped, swapped out, or held by"
                 " one of its threads",
                 rank_local=True,
@@ -249,19 +249,20 @@ class Watchdog:
             problems.append(f"{where}: its last collectives: {describe_last_collectives()}")
         return RunError(*problems, rank_local=True)
 
-    def _recent_long_pause(self) -> _Pause | None:
-        """Return the last time in which this process did not run, if long and recent enough.
+    def _recent_long_pause(self) -> float | None:
+        """Return for how many seconds this process did not run, if long and recent enough.
 
         Then the other ranks have timed out, and a collective has failed here because they ended.
         """
         last_look = self._last_look
         pause = self._last_long_pause
-        now = time.monotonic()
-        if now - last_look >= self._long_pause:
-            pause = _Pause(now - last_look, now)  # the thread has not run again yet
-        # The collective may have been joined after the pause, and have waited to its own timeout.
-        if pause is not None and now - pause.end < self._timeout + 2 * MARGIN:
-            return pause
+        seconds = time.monotonic() - last_look
+        if seconds >= self._long_pause:
+            return seconds  # the thread has not run again yet
+        # A collective that is joined after it may wait to its own timeout. If a step that started
+        # after it has ended, the other ranks have not.
+        if pause is not None and self._step <= pause.step + 1:
+            return pause.seconds
         return None
 
     def _find_cause(self, timed_out: bool) -> Cause:
