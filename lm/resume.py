@@ -339,8 +339,8 @@ def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
         causes: list[str] = []
         if "train_data" in different:
             remedy += "; init_from with this run's directory keeps its weights"
-            causes = [changes[key] for key in DataConfig.model_fields if key in changes]
-            causes = [change for change in causes if change not in different.values()]
+            keys = [key for key in DataConfig.model_fields if key in changes.keys() - different]
+            causes = [changes[key] for key in keys if key != "val_data"]
         raise ConfigError(*causes, *different.values(), f"this would be a different run: {remedy}")
     require_same_base(saved, run_info)
     return [change for key, change in changes.items() if key not in UNLOGGED]

@@ -528,9 +528,8 @@ def test_complete_run_prints_commands_that_train_on(tmp_path: Path) -> None:
 def test_change_of_a_key_that_changes_the_data_is_named() -> None:
     saved = RUN_INFO.model_copy(update={"hyperparameters": {"packing": True, "lr": 1.0}})
     changed = {"packing": False, "lr": 2.0}
-    now = saved.model_copy(
-        update={"hyperparameters": changed, "data": saved.data | {"train": "another"}}
-    )
+    data = {"train": "another", "validation": "another"}  # as of validation that is held out
+    now = saved.model_copy(update={"hyperparameters": changed, "data": data})
     with pytest.raises(ConfigError) as refused:
         require_same_run(saved, now)
     first, second, _ = refused.value.problems
