@@ -54,10 +54,10 @@ def shared_cache(
 def s3_server() -> Iterator[str]:
     """Address of a server that imitates S3."""
     pytest.importorskip("moto.server", reason="needs moto[s3]")
-    from lm.launch.spawn import free_port
+    from lm.launch.spawn import reserve_port
     from tests.support.servers import serving
 
-    port = free_port()
+    port = reserve_port()
     with serving(
         sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port
     ) as address:

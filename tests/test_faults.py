@@ -22,7 +22,7 @@ import pytest
 
 from lm.checkpoint.contents import verify
 from lm.checkpoint.manifest import read_manifest
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from lm.runtime.preemption import REPEAT_SECONDS
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import EXACT_RUN
@@ -356,7 +356,7 @@ fsdp.join_world = join_world_and_group
 def started_alone(folder: Path, **how: Any) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks that no launcher ends."""
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(free_port())
+    env["MASTER_PORT"] = str(reserve_port())
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank in ("0", "1"):

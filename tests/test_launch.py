@@ -648,10 +648,13 @@ def test_local_launch_leaves_no_child_of_a_rank_that_has_ended(tmp_path: Path) -
     script = """
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
 say("ready", worker.pid)
+while not os.path.exists("known"):
+    time.sleep(0.01)
 os._exit(rank)
 """
     with launched(tmp_path, script) as launcher:
         workers = ready(launcher)
+        (tmp_path / "known").touch()
         assert finish(launcher)[0] == 1  # also if the children have its pipe
     assert ended(workers)
 
@@ -676,6 +679,42 @@ def test_local_launch_without_ipv4_is_refused() -> None:
         pytest.skip(f"no network namespace: {done.stderr}")
     assert done.returncode == 2
     assert re.fullmatch(r"127\.0\.0\.1: .*\n", done.stderr)
+
+
+ASK_FOR_ALL_PORTS = """
+import contextlib, pathlib, socket
+from lm.launch.spawn import LOOPBACK, reserve_port
+
+pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40003")
+port = reserve_port()
+server = socket.create_server((LOOPBACK, 50000))
+
+def take_all(take):
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(socket.socket())
+            take(taken[-1])
+    ports = {each.getsockname()[1] for each in taken[:-1]}
+    for each in taken:
+        each.close()
+    return ports
+
+others = {40000, 40001, 40002, 40003} - {port}
+assert take_all(lambda each: each.bind((LOOPBACK, 0))) == others
+assert take_all(lambda each: each.connect((LOOPBACK, 50000))) <= others
+socket.create_server((LOOPBACK, port))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace")
+def test_reserved_port_is_given_only_to_who_names_it() -> None:
+    command = ["unshare", "-n", "sh", "-c", 'ip link set lo up || exit 99; exec "$@"', "sh"]
+    command += [sys.executable, "-c", ASK_FOR_ALL_PORTS]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode == 99 or "unshare failed" in done.stderr:
+        pytest.skip(f"no network namespace: {done.stderr}")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--nproc", "0", "x.py"], ["--nproc", "two", "x.py"], []])

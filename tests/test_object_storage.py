@@ -41,7 +41,7 @@ from lm.checkpoint.manifest import CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.errors import ConfigError, RunError
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from lm.preflight import preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime import lease
@@ -91,7 +91,7 @@ def gs_server() -> Iterator[str]:
         else:
             upload(request, response, storage)
 
-    port = free_port()
+    port = reserve_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objects, "_multipart_upload", upload_on_condition)
         with create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket"):
@@ -112,7 +112,7 @@ def az_server() -> Iterator[str]:
     azurite = shutil.which("azurite-blob")
     if azurite is None:
         pytest.skip("needs azurite: npm install --global azurite")
-    port = free_port()
+    port = reserve_port()
     options = ("--silent", "--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck")
     with serving(
         azurite, *options, f"--blobPort={port}", port=port, AZURITE_ACCOUNTS="account:a2V5"

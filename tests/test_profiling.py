@@ -23,7 +23,7 @@ import torch
 from determined.core import DummyProfilerContext
 
 from lm.errors import ConfigError
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from lm.training import profiling
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import TINY, named_keys
@@ -119,7 +119,7 @@ class Board:
     OPTIONS = ("--logdir", "runs", "--host", "127.0.0.1", "--port")
 
     def __init__(self, folder: Path) -> None:
-        port = free_port()
+        port = reserve_port()
         self.url = f"http://127.0.0.1:{port}/data/plugin"
         program = Path(sys.executable).parent / "tensorboard"
         with (folder / "tensorboard.log").open("wb") as log:

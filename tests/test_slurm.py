@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import REQUEUED_RUN
 from tests.support.runs import (
@@ -145,7 +145,7 @@ def cluster() -> Iterator[Cluster]:
     folder.chmod(0o755)
     host = socket.gethostname().partition(".")[0]
     (folder / "slurm.conf").write_text(
-        CONFIG.format(host=host, folder=folder, ports=[free_port() for _ in range(3)])
+        CONFIG.format(host=host, folder=folder, ports=[reserve_port() for _ in range(3)])
     )
     for gpu in range(8):
         (folder / f"gpu{gpu}").symlink_to(os.devnull)

@@ -25,7 +25,7 @@ from determined.core import DummyTrainContext
 from lm import config
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from lm.metrics import trackers
 from lm.metrics.logger import MetricLogger
 from lm.preflight import preflight
@@ -105,7 +105,7 @@ class MLflowServer:
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MLflowServer]:
     folder = tmp_path_factory.mktemp("mlflow")
-    port = str(free_port())
+    port = str(reserve_port())
     server = MLflowServer(f"http://127.0.0.1:{port}", folder / "artifacts")
     command = [
         sys.executable,

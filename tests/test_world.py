@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from lm.runtime import watchdog
 from lm.runtime.failures import as_run_error
 from lm.runtime.rendezvous import choose_device, join_world
@@ -59,7 +59,7 @@ def test_join_names_a_host_that_does_not_resolve(
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_join_timeout_names_rank_and_address(rank: int, nodes: int) -> None:
-    port = free_port()
+    port = reserve_port()
     expected = rf"^rank {rank} of 2, .*127.0.0.1:{port}: timed out after 1 s \(collective_timeout\)"
     with (
         pytest.raises(RunError, match=expected),

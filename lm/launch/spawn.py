@@ -71,16 +71,30 @@ def default_n_ranks() -> int:
     return n_gpus
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that no process uses."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((LOOPBACK, 0))
-        except OSError as error:
-            problem = f"{LOOPBACK}: not an address of this machine ({error.strerror})"
-            remedy = f"ranks connect there: ip address add {LOOPBACK}/8 dev lo, or use torchrun"
-            raise ConfigError(f"{problem}; {remedy}") from None
-        return probe.getsockname()[1]
+def reserve_port() -> int:
+    """Return a free TCP port of the loopback interface.
+
+    Until this process ends, the kernel gives the port to no process that asks for any; one that
+    names it can listen there. So it is still free when a rank has imported PyTorch.
+    """
+    reserved = socket.socket()
+    # A socket that allows reuse and does not listen gives way to one that does both.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((LOOPBACK, 0))
+    except OSError as error:
+        problem = f"{LOOPBACK}: not an address of this machine ({error.strerror})"
+        remedy = f"ranks connect there: ip address add {LOOPBACK}/8 dev lo, or use torchrun"
+        raise ConfigError(f"{problem}; {remedy}") from None
+    port: int = reserved.getsockname()[1]
+    if sys.platform == "linux":
+        _reserved.append(reserved)
+    else:  # where two sockets cannot share a port
+        reserved.close()
+    return port
+
+
+_reserved: list[socket.socket] = []
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
@@ -124,7 +138,7 @@ def run_local(command: list[str], n_ranks: int) -> int:
         "GROUP_RANK": "0",
         "MASTER_ADDR": LOOPBACK,
     }
-    common.setdefault("MASTER_PORT", str(free_port()))
+    common.setdefault("MASTER_PORT", str(reserve_port()))
     ranks: list[subprocess.Popen[bytes]] = []
     forwarded: list[int] = []
 

@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing as mp
 
 from lm.launch.launch import Launch
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
 from tests.support.forked import START_METHOD
@@ -64,7 +64,7 @@ def run_ranks(size: int, action: Callable[..., Any], *arguments: Any, nodes: int
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
-        job = _Job(size, nodes, free_port(), action, arguments, results, dict(os.environ))
+        job = _Job(size, nodes, reserve_port(), action, arguments, results, dict(os.environ))
         mp.start_processes(_enter, (job,), nprocs=size, start_method=START_METHOD)  # type: ignore[attr-defined]
         return [pickle.loads((results / str(rank)).read_bytes()) for rank in range(size)]
 

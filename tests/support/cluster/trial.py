@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lm.launch.spawn import free_port
+from lm.launch.spawn import reserve_port
 from tests.support import REPOSITORY
 from tests.support.cluster.master import Allocation, Experiment, Master, TrialRecord
 from tests.support.hyperparameters import TINY
@@ -276,7 +276,7 @@ def environment(
         "DET_RESOURCES_ID": "resources-1",
         "DET_RESOURCES_TYPE": "docker-container",
         "DET_CONTAINER_ID": "container-1",
-        "C10D_PORT": str(free_port()),
+        "C10D_PORT": str(reserve_port()),
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
