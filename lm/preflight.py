@@ -201,7 +201,8 @@ class ResolvedRun:
             "compute dtype": str(self.amp_dtype),
             "max_steps": self.max_steps,
         }
-        info = self.info.model_dump()
+        # Figures of an examination differ between kinds of CPUs.
+        info = self.info.model_dump(exclude={"model": {"examined": {"details", "versions"}}})
         facts |= info.pop("hyperparameters")
         facts |= info.pop("data")
         return facts | info

@@ -37,6 +37,11 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """Layers can be compiled, each as one graph."""
     untrained: list[str] = []
     """parameters that get no gradient, with "*" for the numbers of layers"""
+    class_name: str = ""
+    versions: list[str] = []
+    """of PyTorch and transformers"""
+    details: dict[str, str] = {}
+    """what was found of each property that does not hold"""
 
 
 class LinearLayers(BaseModel, frozen=True, extra="forbid"):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lm import sampling
+from lm.checkpoint.manifest import read_manifest
 from lm.config import check_values
 from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
@@ -40,6 +41,7 @@ from lm.transformers_model import (
     text_config,
 )
 from tests.support import REPOSITORY
+from tests.support.checkpoints import forge_manifest
 from tests.support.hf import (
     add_tokenizer,
     complete_values,
@@ -242,6 +244,14 @@ def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     assert "packing: false" not in done.stderr
     assert "of its other parts are not trained, and are exported: model.visual\n" in done.stdout
     run_fsdp(tmp_path / "resumed", "stop_at_step=3", ranks=2, config=run, code=0)
+    saved = checkpoints_by_step(tmp_path / "resumed")[3]
+    model = read_manifest(saved).model
+    examined: dict[str, Any] = model["examined"]
+    assert examined["class_name"] == "Qwen3_5ForCausalLM"
+    assert f"transformers {transformers.__version__}" in examined["versions"]
+    for added in ("class_name", "versions", "details"):
+        del examined[added]
+    forge_manifest(saved, model=model)  # as an earlier version wrote it
     run_fsdp(tmp_path / "resumed", ranks=2, config=run, code=0)
     assert read_exact_metrics(tmp_path / "resumed") == read_exact_metrics(tmp_path / "at once")
 

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from lm.data.cache import cached, describe_program
+from lm.data.cache import cached, describe_packages, describe_program
 from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs
 from lm.launch.console import warn
@@ -86,6 +86,7 @@ _NEEDED: Mapping[Question, str] = {
     "gradients": "parameters get no gradient",
 }
 """Without which a class is refused -> why."""
+_PACKAGES = ("torch", "transformers")
 _KERNELS = ("flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels")
 
 
@@ -121,6 +122,13 @@ class Examination(BaseModel, frozen=True):
             nf4=self.findings["nf4"].holds,
             compilation=self.findings["compilation"].holds,
             untrained=self.untrained,
+            class_name=self.class_name,
+            versions=describe_packages(_PACKAGES),
+            details={
+                question: finding.detail
+                for question, finding in self.findings.items()
+                if not finding.holds
+            },
         )
 
     def refusals(self) -> list[str]:
@@ -157,7 +165,7 @@ def examine(values: Mapping[str, Any]) -> Examination:
         found = _examine(values)
         (directory / _RESULT).write_text(found.model_dump_json(indent=1))
 
-    program = describe_program(["torch", "transformers", *_KERNELS])
+    program = describe_program([*_PACKAGES, *_KERNELS])
     entry = cached({"examination": values, **program}, build)
     return Examination.model_validate_json((entry / _RESULT).read_bytes())
 
