@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lm import sampling
 from lm.checkpoint.manifest import read_manifest
@@ -803,7 +804,7 @@ def test_flops_of_a_hybrid_are_those_of_its_products() -> None:
         ("qwen3_5_text", set()),  # linear attention
         ("gemma2", {"hidden_states"}),
         ("mamba2", {"packing", "cache"}),
-        ("granitemoe", {"selective_recomputation"}),
+        ("granitemoe", {"full_recomputation", "selective_recomputation"}),  # of packed rows
         ("opt", set()),  # gradients of the biases of keys are sums of 0
         ("deepseek_v32", set()),  # ReLU before a selection
         ("lfm3", set()),  # convolutions
@@ -831,25 +832,68 @@ def test_run_names_what_it_does_otherwise_for_a_class() -> None:
     assert note.startswith("olmoe: the loss of output_router_logits")
 
 
-class NoisyConfig(transformers.LlamaConfig):
-    model_type = "noisy"
+class NoisyLayer(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = super().forward(hidden_states, *args, **kwargs)
+        return output + 0.1 * torch.rand_like(output)
 
 
-class NoisyForCausalLM(transformers.LlamaForCausalLM):
-    config_class = NoisyConfig
+class ForgetfulLayer(LlamaDecoderLayer):
+    """Draws other dropout when it is recomputed."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        assert output.logits is not None
-        output.logits = output.logits + 0.1 * torch.rand_like(output.logits)
-        return output
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.rate = config.attention_dropout
+        self.generator = torch.Generator().manual_seed(layer_idx)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = super().forward(hidden_states, *args, **kwargs)
+        return output * (torch.rand(output.shape, generator=self.generator) >= self.rate)
+
+
+class ConfusedLayer(LlamaDecoderLayer):
+    """Computes a row of several documents otherwise when it is recomputed."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        n_documents = int((kwargs["position_ids"] == 0).sum(dim=1).max())
+        if n_documents > 1 and torch._C._current_graph_task_id() != -1:
+            hidden_states = 2 * hidden_states
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+def register(name: str, layer: type[nn.Module]) -> None:
+    """Let transformers know Llama with other layers by a model_type."""
+
+    class LayersConfig(transformers.LlamaConfig):
+        model_type = name
+
+    class LayersForCausalLM(transformers.LlamaForCausalLM):
+        config_class = LayersConfig
+        _no_split_modules = (layer.__name__,)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            layers = [layer(config, i) for i in range(config.num_hidden_layers)]
+            self.model.layers = nn.ModuleList(layers)
+
+    transformers.AutoConfig.register(name, LayersConfig)
+    transformers.AutoModelForCausalLM.register(LayersConfig, LayersForCausalLM)
 
 
 def test_a_class_whose_forward_pass_is_random_is_refused() -> None:
-    transformers.AutoConfig.register("noisy", NoisyConfig)
-    transformers.AutoModelForCausalLM.register(NoisyConfig, NoisyForCausalLM)
+    register("noisy", NoisyLayer)
     found = examine.examine(text_config({"model_type": "noisy"}))
-    assert "NoisyForCausalLM: its forward pass is random without dropout" in found.refusals()[0]
+    assert "its forward pass is random without dropout" in found.refusals()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [ForgetfulLayer, ConfusedLayer])
+def test_layers_that_are_otherwise_recomputed_are_found(layer: type[nn.Module]) -> None:
+    """With dropout, or of a row of several documents."""
+    register(layer.__name__, layer)
+    found = examine.examine(text_config({"model_type": layer.__name__})).findings
+    fails = {question for question, each in found.items() if not each.holds}
+    assert fails - {"compilation"} == {"full_recomputation", "selective_recomputation"}, found
 
 
 def test_the_command_prints_an_examination(capsys: pytest.CaptureFixture[str]) -> None:

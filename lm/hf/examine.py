@@ -9,7 +9,7 @@ than a second, each question by the class's own forward and as a run would:
     padding                  rows that are padded at the end are as each alone, with gradients
     packing                  documents in one row are as each alone, told apart by one of PackedBy
     gradients                every parameter gets a gradient, or is named
-    full_recomputation       layers recomputed in backward give the same gradients,
+    full_recomputation       layers recomputed in backward give the same gradients, with dropout,
     selective_recomputation  also if products and attention are kept
     cache                    tokens read one by one give the logits of complete sequences
     lora                     adapters that are merged compute what they did,
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from lm.data.cache import cached, describe_packages, describe_program
 from lm.errors import ConfigError
-from lm.hf.small_config import VOCABULARY, small_configs
+from lm.hf.small_config import VOCABULARY, small_configs, with_dropout
 from lm.launch.console import warn
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
@@ -95,7 +95,7 @@ class Finding(BaseModel, frozen=True):
 
     holds: bool
     detail: str = ""
-    """what was found, if it does not hold"""
+    """what was found, at least if it does not hold"""
 
 
 class Examination(BaseModel, frozen=True):
@@ -103,11 +103,13 @@ class Examination(BaseModel, frozen=True):
 
     class_name: str
     findings: dict[Question, Finding]
+    """up to one without which the class is refused"""
     packed_by: PackedBy
     """how documents are told apart, if packing holds"""
     untrained: list[str]
     """parameters that get no gradient, as `without_numbers` names them"""
     seconds: float
+    """of a core"""
 
     def examined(self) -> Examined:
         """Return what a run depends on."""
@@ -135,19 +137,17 @@ class Examination(BaseModel, frozen=True):
         """Return why the class cannot be trained exactly; [] if it can."""
         reasons: list[str] = []
         for question, problem in _NEEDED.items():
-            finding = self.findings[question]
-            if not finding.holds:
+            finding = self.findings.get(question)
+            if finding is not None and not finding.holds:
                 reasons.append(f"{self.class_name}: {problem} ({finding.detail})")
         return reasons
 
     def describe(self) -> list[str]:
         """Return a line for each question."""
-        lines = [f"{self.class_name}, examined in {self.seconds:.1f} s"]
+        lines = [f"{self.class_name}, examined in {self.seconds:.1f} s of a core"]
         for question, finding in self.findings.items():
-            answer = "holds" if finding.holds else f"does not hold: {finding.detail}"
-            if question == "packing" and finding.holds:
-                answer = f"holds, by {self.packed_by}"
-            lines.append(f"  {question:<23}  {answer}")
+            answer = "holds, " if finding.holds else "does not hold: "
+            lines.append(f"  {question:<23}  {answer}{finding.detail}".rstrip(", "))
         if self.untrained:
             lines.append(f"  no gradient:             {', '.join(self.untrained)}")
         return lines
@@ -174,7 +174,7 @@ _RESULT = "examination.json"
 
 
 def _examine(values: Mapping[str, Any]) -> Examination:
-    started = time.monotonic()
+    started = time.process_time()
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     torch.set_num_threads(1)
@@ -189,7 +189,7 @@ def _examine(values: Mapping[str, Any]) -> Examination:
         findings=answers.findings,
         packed_by=answers.packed_by,
         untrained=answers.untrained,
-        seconds=round(time.monotonic() - started, 2),
+        seconds=round(time.process_time() - started, 2),
     )
 
 
@@ -309,7 +309,7 @@ def _attempt(question: Callable[[], Finding]) -> Finding:
 
 
 class _Answers(NamedTuple):
-    """To all questions; see `Examination`."""
+    """How documents are told apart, what gets no gradient, and all else; see `Examination`."""
 
     findings: dict[Question, Finding]
     packed_by: PackedBy
@@ -317,12 +317,14 @@ class _Answers(NamedTuple):
 
 
 def _ask(small: _Small) -> _Answers:
-    """Return the answer to each question, how documents are told apart, what gets no gradient."""
+    """Return the answers up to the one that refuses the class; see `_Answers`."""
     findings: dict[Question, Finding] = {}
     findings["hidden_states"] = _attempt(partial(_ask_hidden_states, small.network))
     exam = _Exam(small, hidden_states=findings["hidden_states"].holds)
     for question in get_args(Question)[1:]:
         findings[question] = _attempt(getattr(exam, question))
+        if question in _NEEDED and not findings[question].holds:
+            break
     return _Answers(findings, exam.packed_by, exam.untrained)
 
 
@@ -338,6 +340,35 @@ def _ask_hidden_states(network: Any) -> Finding:
     return _compare(F.linear(states, head.weight), _logits(network, tokens), "logits")
 
 
+class _Batch(NamedTuple):
+    """All documents, as the model of a run is called with them, and where they are."""
+
+    tokens: Tensor
+    targets: Tensor
+    document_ids: Tensor | None
+    is_token: Tensor
+
+
+class _Learned(NamedTuple):
+    """What a network computes of all documents."""
+
+    logits: Tensor
+    """`(N, V)`"""
+    gradients: Gradients
+    """of the sum of the losses"""
+
+
+@torch.no_grad()
+def _logits_of_batch(model: TransformersModel, batch: _Batch) -> Tensor:
+    """Return the logits of the documents as a run computes them, `(N, V)`."""
+    return model(batch.tokens, document_ids=batch.document_ids)[batch.is_token].float()
+
+
+def _train_on_batch(model: TransformersModel, batch: _Batch) -> Gradients:
+    """Return the gradients of the loss as a run computes it."""
+    return _gradients(model.network, model(batch.tokens, batch.targets, batch.document_ids))
+
+
 class _Exam:
     """The questions about a class, as a run would use it."""
 
@@ -346,15 +377,23 @@ class _Exam:
         self.hidden_states = hidden_states
         self.documents = [_tokens(length, i) for i, length in enumerate(_DOCUMENTS)]
 
-    def build(self, adapters: LoraConfig = _NO_ADAPTERS) -> TransformersModel:
-        """Return the model of a run with the weights of the small one, and empty adapters."""
-        return self._build(self.packed_by, adapters)
+    def build(
+        self,
+        adapters: LoraConfig = _NO_ADAPTERS,
+        *,
+        packed_by: PackedBy | None = None,
+        values: dict[str, Any] | None = None,
+    ) -> TransformersModel:
+        """Return the model of a run with the weights of the small one, and empty adapters.
 
-    def _build(self, packed_by: PackedBy, adapters: LoraConfig = _NO_ADAPTERS) -> TransformersModel:
+        Args:
+            packed_by: None = the way that is right.
+            values: of the config; None = of the small one.
+        """
         examined = Examined(
             hidden_states=self.hidden_states,
             packing=True,
-            packed_by=packed_by,
+            packed_by=packed_by or self.packed_by,
             cache=True,
             full_recomputation=True,
             selective_recomputation=True,
@@ -363,7 +402,7 @@ class _Exam:
             untrained=self.untrained,
         )
         config = TransformersConfig(
-            transformers_config=self.small.config,
+            transformers_config=values or self.small.config,
             examined=examined,
             vocab_size=VOCABULARY,
             max_seq_len=128,
@@ -384,7 +423,7 @@ class _Exam:
     def untrained(self) -> list[str]:
         names: dict[str, None] = {}
         for name, parameter in self.small.network.named_parameters():
-            if parameter.requires_grad and name not in self.gradients_alone:
+            if parameter.requires_grad and name not in self.alone.gradients:
                 names[without_numbers(name)] = None
         return list(names)
 
@@ -393,25 +432,51 @@ class _Exam:
         return self.build()
 
     @cached_property
-    def alone(self) -> list[Tensor]:
-        """Logits of each document alone, as the class computes them."""
-        with torch.no_grad():
-            return [_logits(self.small.network, document) for document in self.documents]
+    def alone(self) -> _Learned:
+        """What the class computes of each document alone."""
+        return self._learn(self.small.network)
+
+    def _learn(self, network: nn.Module) -> _Learned:
+        """Return what a network of the class computes of each document alone."""
+        with torch.enable_grad():  # whoever asks first
+            logits = [_logits(network, document)[0].float() for document in self.documents]
+            loss = torch.zeros(())
+            for document, its_logits in zip(self.documents, logits, strict=True):
+                loss = loss + F.cross_entropy(its_logits[:-1], document[0, 1:], reduction="sum")
+            return _Learned(torch.cat(logits).detach(), _gradients(network, loss))
 
     @cached_property
-    def gradients_alone(self) -> Gradients:
-        """Gradients of the sum of the losses of the documents, as the class computes them."""
-        with torch.enable_grad():  # whoever asks first
-            loss = torch.zeros(())
-            for document in self.documents:
-                logits = _logits(self.small.network, document[:, :-1])
-                loss = loss + F.cross_entropy(logits[0].float(), document[0, 1:], reduction="sum")
-            return _gradients(self.small.network, loss)
+    def padded(self) -> _Batch:
+        """Each document in a row."""
+        shape = (len(_DOCUMENTS), max(_DOCUMENTS))
+        is_token = torch.arange(shape[1]) < torch.tensor(_DOCUMENTS)[:, None]
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        tokens[is_token] = self.packed.tokens[0]
+        targets = torch.full_like(tokens, IGNORE_INDEX)
+        targets[is_token] = self.packed.targets[0]
+        return _Batch(tokens, targets, None, is_token)
+
+    @cached_property
+    def packed(self) -> _Batch:
+        """All documents in one row."""
+        tokens = torch.cat(self.documents, dim=1)
+        lengths = torch.tensor(_DOCUMENTS)
+        document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        targets = tokens.roll(-1)
+        targets[0, lengths.cumsum(0) - 1] = IGNORE_INDEX
+        return _Batch(tokens, targets, document_ids, torch.ones_like(tokens, dtype=torch.bool))
+
+    @property
+    def batch(self) -> _Batch:
+        """What a run trains on: packed rows if they are right, else padded ones."""
+        if self.packing().holds:
+            return self.packed
+        return self.padded
 
     def determinism(self) -> Finding:
         with torch.no_grad():
             again = _logits(self.small.network, self.documents[0])
-        return _compare(again, self.alone[0], "logits of the same tokens")
+        return _compare(again[0], self.alone.logits[: _DOCUMENTS[0]], "logits of the same tokens")
 
     def causality(self) -> Finding:
         document = self.documents[0]
@@ -419,22 +484,10 @@ class _Exam:
         changed[:, 15:] = _tokens(document.shape[1] - 15, seed=9)
         with torch.no_grad():
             logits = self.model(changed)
-        return _compare(logits[:, :15], self.alone[0][:, :15], "logits of earlier tokens")
+        return _compare(logits[0, :15], self.alone.logits[:15], "logits of earlier tokens")
 
     def padding(self) -> Finding:
-        length = max(_DOCUMENTS)
-        rows = torch.zeros(len(_DOCUMENTS), length, dtype=torch.int64)
-        targets = torch.full_like(rows, IGNORE_INDEX)
-        for i, document in enumerate(self.documents):
-            rows[i, : document.shape[1]] = document[0]
-            targets[i, : document.shape[1] - 1] = document[0, 1:]
-        with torch.no_grad():
-            logits = self.model(rows)
-        for i, alone in enumerate(self.alone):
-            finding = _compare(logits[i, : alone.shape[1]], alone[0], "logits")
-            if not finding.holds:
-                return finding
-        return self._compare_losses(self.model, self.model(rows, targets))
+        return self._compare_batch(self.model, self.padded)
 
     def packing(self) -> Finding:
         return self._packings[self.packed_by]
@@ -453,28 +506,23 @@ class _Exam:
         tried: dict[PackedBy, Finding] = {}
         for way in get_args(PackedBy):
             with torch.enable_grad():  # whoever asks first
-                tried[way] = _attempt(partial(self._compare_packed, self._build(way)))
+                tried[way] = _attempt(lambda way=way: self._compare_packed(way))
             if tried[way].holds:
                 break
         return tried
 
-    def _compare_packed(self, model: TransformersModel) -> Finding:
-        """Return whether `model` computes documents in one row as each alone."""
-        row = torch.cat(self.documents, dim=1)
-        lengths = torch.tensor(_DOCUMENTS)
-        document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
-        targets = torch.cat([row[:, 1:], row[:, :1]], dim=1)
-        targets[0, lengths.cumsum(0) - 1] = IGNORE_INDEX
-        with torch.no_grad():
-            logits = model(row, document_ids=document_ids)
-        finding = _compare(logits, torch.cat(self.alone, dim=1), "logits")
+    def _compare_packed(self, way: PackedBy) -> Finding:
+        finding = self._compare_batch(self.build(packed_by=way), self.packed)
+        if finding.holds:
+            return Finding(holds=True, detail=f"by {way}")
+        return finding
+
+    def _compare_batch(self, model: TransformersModel, batch: _Batch) -> Finding:
+        """Return whether `model` computes the documents of a batch as each alone."""
+        finding = _compare(_logits_of_batch(model, batch), self.alone.logits, "logits")
         if not finding.holds:
             return finding
-        return self._compare_losses(model, model(row, targets, document_ids))
-
-    def _compare_losses(self, model: TransformersModel, loss: Tensor) -> Finding:
-        """Return whether the gradients of the loss of all documents are those of each alone."""
-        return _compare_gradients(_gradients(model.network, loss), self.gradients_alone)
+        return _compare_gradients(_train_on_batch(model, batch), self.alone.gradients)
 
     def gradients(self) -> Finding:
         unexpected = [name for name in self.untrained if not _selects(name)]
@@ -487,23 +535,21 @@ class _Exam:
         return self._compare_recomputed("selective")
 
     def _compare_recomputed(self, mode: Literal["selective", "full"]) -> Finding:
-        model = self.build()
+        model = self._build_random()
         parallelize.apply_activation_checkpointing(model, mode)
-        return self._compare_transformed(model)
-
-    def _compare_transformed(self, model: TransformersModel) -> Finding:
-        """Return whether a model with changed blocks has the gradients of the one without."""
-        return _compare_gradients(self._gradients_of_one(model), self._gradients_unchanged)
+        return _compare_gradients(self._random_gradients(model), self._gradients_unchanged)
 
     @cached_property
     def _gradients_unchanged(self) -> Gradients:
-        return self._gradients_of_one(self.model)
+        return self._random_gradients(self._build_random())
 
-    def _gradients_of_one(self, model: TransformersModel) -> Gradients:
-        """Return the gradients of the first document, whose last token's target is its first."""
-        document = self.documents[0]
-        targets = torch.cat([document[:, 1:], document[:, :1]], dim=1)
-        return _gradients(model.network, model(document, targets))
+    def _build_random(self) -> TransformersModel:
+        return self.build(values=with_dropout(self.small.config))
+
+    def _random_gradients(self, model: TransformersModel) -> Gradients:
+        """Return the gradients of a batch with the same dropout in each call."""
+        torch.manual_seed(_SEED)
+        return _train_on_batch(model, self.batch)
 
     def compilation(self) -> Finding:
         model = self.build()
@@ -512,7 +558,7 @@ class _Exam:
         parallelize.compile_blocks(model, trace)
         try:
             with quiet():  # the compiler warns of what it does itself
-                return self._compare_transformed(model)
+                return _compare_gradients(_train_on_batch(model, self.batch), self.alone.gradients)
         finally:
             torch.compiler.reset()
 

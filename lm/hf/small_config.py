@@ -121,6 +121,7 @@ _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 _ROPE = ("rope_parameters", "rope_scaling")
 _RANDOM = ("drop", "jitter")
 """parts of the names of rates of random changes in training"""
+_RATE = 0.25
 
 
 def small_configs(values: Mapping[str, Any], derived: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -148,7 +149,24 @@ def _cut(
     for key in _ROPE:
         if isinstance(small.get(key), dict):
             _cut_rope(small[key], small, cuts_widths=cuts_widths)
+    _set_rates(small, 0.0)
     return small
+
+
+def with_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with dropout wherever its class can have some."""
+    random = copy.deepcopy(dict(config))
+    _set_rates(random, _RATE)
+    return random
+
+
+def _set_rates(config: dict[str, Any], rate: float) -> None:
+    """Set the rates of random changes in training."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _set_rates(value, rate)
+        elif type(value) in (int, float) and any(word in key for word in _RANDOM):
+            config[key] = rate
 
 
 def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
@@ -235,8 +253,6 @@ def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
             small[key] = 0
         elif key.endswith(("_token_id", "_token_index", "_token_ids")):
             small[key] = _replace(value, VOCABULARY - 1, least=VOCABULARY)
-        elif isinstance(value, float) and any(word in key for word in _RANDOM):
-            small[key] = 0.0
 
 
 def _replace(value: Any, size: int, least: int = 1) -> Any:
