@@ -601,6 +601,9 @@ def _check_model_of_transformers(
             if ours.startswith("router_balance"):
                 reason = "whose experts are balanced neither by a loss nor by a bias"
             draft.refuse(key, f"{problem}, {reason}; remove {key}", label)
+    if not model.examined.bfloat16 and given.get("amp_dtype", "auto") == "auto":
+        warn(f"amp_dtype: null, as {_describe_bfloat16(model)}")
+        draft.set("amp_dtype", None, f"init_from: {source}: amp_dtype")
     if model.examined.packing or given.get("dataset") != "jsonl":
         return
     if given.get("packing") is True:
@@ -612,6 +615,11 @@ def _check_model_of_transformers(
             " rows are padded instead"
         )
         draft.set("packing", False, f"init_from: {source}: packing")
+
+
+def _describe_bfloat16(model: TransformersConfig) -> str:
+    details = model.examined.details.get("bfloat16")
+    return f"{model.model_type} in bfloat16 is not as exact as its class itself ({details})"
 
 
 def _refuse_other_values(
@@ -850,6 +858,8 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
     if not hp.data.attend_across_documents and not examined.packing:
         problem = f"false, but {kind} does not keep documents of one sequence apart"
         yield "attend_across_documents", f"{problem}; remove attend_across_documents"
+    if hp.precision.amp_dtype == "bfloat16" and not examined.bfloat16:
+        yield "amp_dtype", f"bfloat16: {_describe_bfloat16(hp.model)}; use amp_dtype: null"
     mode = hp.parallel.activation_checkpointing
     holds = {
         "none": True,

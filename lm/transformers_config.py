@@ -25,6 +25,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     packed_by: PackedBy = "position_ids"
     cache: bool
     """Its cache gives the logits of complete sequences."""
+    bfloat16: bool = True
+    """Computed in bfloat16, it is about as far from float32 as its class itself."""
     full_recomputation: bool
     """Layers that are recomputed in backward give the same gradients."""
     selective_recomputation: bool

@@ -177,6 +177,7 @@ class TransformersModel(nn.Module):
     ) -> Tensor:
         """Replace the head's `forward`: return logits, the loss or scores of targets."""
         head = cast(nn.Linear, self.head)
+        x = x.to(head.weight.dtype)  # of a residual stream in float32
         if targets is None:
             return F.linear(x, head.weight, head.bias)
         if queries is not None:

@@ -114,6 +114,9 @@ def test_packed_documents_are_kept_apart_in_bfloat16(kind: str, tmp_path: Path) 
     save_model(kind, tmp_path)
     [(packed, alone)] = run_ranks(1, compute_losses, str(tmp_path))
     assert packed == pytest.approx(alone, rel=5e-3)
+    converted, _ = open_model(tmp_path, dtype="bfloat16")  # as an examination computes
+    tokens, targets, ids = pack()
+    assert converted(tokens, targets, ids).item() == packed
 
 
 def build(world: World, folder: str) -> TransformersModel:

@@ -33,6 +33,7 @@ from lm.tasks.scoring import Scorer
 from lm.tasks.task import Choice, Question, Task
 from lm.training import lora, nf4, parallelize
 from lm.training.config import LoraConfig
+from lm.transformers_config import TransformersConfig
 from lm.transformers_model import (
     NETWORK,
     TransformersModel,
@@ -250,7 +251,7 @@ def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     examined: dict[str, Any] = model["examined"]
     assert examined["class_name"] == "Qwen3_5ForCausalLM"
     assert f"transformers {transformers.__version__}" in examined["versions"]
-    for added in ("class_name", "versions", "details"):
+    for added in ("bfloat16", "class_name", "versions", "details"):
         del examined[added]
     forge_manifest(saved, model=model)  # as an earlier version wrote it
     run_fsdp(tmp_path / "resumed", ranks=2, config=run, code=0)
@@ -861,6 +862,22 @@ class ConfusedLayer(LlamaDecoderLayer):
         return super().forward(hidden_states, *args, **kwargs)
 
 
+class CoarseLayer(LlamaDecoderLayer):
+    """Rounds to float8 in bfloat16, unless its buffer is in bfloat16, too."""
+
+    scale: Tensor
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = super().forward(hidden_states, *args, **kwargs)
+        if output.dtype == self.scale.dtype:
+            return output * self.scale
+        return output.to(torch.float8_e4m3fn).to(output.dtype)
+
+
 def register(name: str, layer: type[nn.Module]) -> None:
     """Let transformers know Llama with other layers by a model_type."""
 
@@ -894,6 +911,23 @@ def test_layers_that_are_otherwise_recomputed_are_found(layer: type[nn.Module]) 
     found = examine.examine(text_config({"model_type": layer.__name__})).findings
     fails = {question for question, each in found.items() if not each.holds}
     assert fails - {"compilation"} == {"full_recomputation", "selective_recomputation"}, found
+
+
+@pytest.mark.slow
+def test_a_class_that_is_coarse_in_bfloat16_is_computed_in_float32(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    register("coarse", CoarseLayer)
+    save_model("coarse", tmp_path)
+    run = settings(tmp_path)
+    hp = read_with_model_defaults(run | {"amp_dtype": "auto"})
+    assert hp.precision.amp_dtype is None
+    figures = r"logits 0\.\d+ \(class 0\.\d+\), gradients 0\.\d+ \(class 0\.\d+\)"
+    assert re.search(f"amp_dtype: null, as coarse .*{figures}", capfd.readouterr().err)
+    assert isinstance(hp.model, TransformersConfig)
+    assert hp.model.examined.details.keys() == {"bfloat16"}
+    with pytest.raises(ConfigError, match=f"amp_dtype: bfloat16: coarse .*{figures}"):
+        read_with_model_defaults(run | {"amp_dtype": "bfloat16"})
 
 
 def test_the_command_prints_an_examination(capsys: pytest.CaptureFixture[str]) -> None:

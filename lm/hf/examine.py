@@ -9,6 +9,8 @@ than a second, each question by the class's own forward and as a run would:
     padding                  rows that are padded at the end are as each alone, with gradients
     packing                  documents in one row are as each alone, told apart by one of PackedBy
     gradients                every parameter gets a gradient, or is named
+    bfloat16                 logits and gradients, computed as a run does, are not much farther from
+                             those of float32 than what the class itself computes in bfloat16
     full_recomputation       layers recomputed in backward give the same gradients, with dropout,
     selective_recomputation  also if products and attention are kept
     cache                    tokens read one by one give the logits of complete sequences
@@ -23,7 +25,9 @@ Results are kept in the user's cache, by config, versions and code.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -45,6 +49,7 @@ from lm.transformers_config import Examined, PackedBy, TransformersConfig
 from lm.transformers_model import (
     TransformersModel,
     build_network,
+    convert_weights,
     measure_sizes,
     one_line,
     quiet,
@@ -58,6 +63,9 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 """of the largest value: what float32 sums in another order stay below"""
+_FARTHER = 1.5
+"""times as far from float32 as the class itself"""
+FROM_FLOAT32 = "from float32: "
 _NOISE = 1e-2
 """of the largest gradient: smaller ones may be sums of larger terms that cancel"""
 _DOCUMENTS = (20, 9, 13)
@@ -72,6 +80,7 @@ Question = Literal[
     "padding",
     "packing",
     "gradients",
+    "bfloat16",
     "full_recomputation",
     "selective_recomputation",
     "cache",
@@ -118,6 +127,7 @@ class Examination(BaseModel, frozen=True):
             packing=self.findings["packing"].holds,
             packed_by=self.packed_by,
             cache=self.findings["cache"].holds,
+            bfloat16=self.findings["bfloat16"].holds,
             full_recomputation=self.findings["full_recomputation"].holds,
             selective_recomputation=self.findings["selective_recomputation"].holds,
             lora=self.findings["lora"].holds,
@@ -270,6 +280,23 @@ def _compare(found: Tensor, expected: Tensor, what: str, least_scale: float = 1e
     return Finding(holds=False, detail=f"{what} differ by {difference:.2g} of up to {scale:.2g}")
 
 
+def _in_bfloat16(network: PreTrainedModel) -> PreTrainedModel:
+    """Return a network as `from_pretrained` leaves it in bfloat16."""
+    from transformers.utils import logging
+
+    hook = logging.set_tqdm_hook(lambda _, args, options: logging.EmptyTqdm(*args, **options))
+    try:
+        with quiet():
+            return type(network).from_pretrained(
+                None,
+                config=copy.deepcopy(network.config),
+                state_dict=network.state_dict(),
+                dtype=torch.bfloat16,
+            )
+    finally:
+        logging.set_tqdm_hook(hook)
+
+
 Gradients = Mapping[str, Tensor]
 
 
@@ -298,6 +325,17 @@ def _gradients(network: nn.Module, loss: Tensor) -> dict[str, Tensor]:
         if parameter.grad is not None:
             gradients[name] = parameter.grad.clone()
     return gradients
+
+
+def _distance(found: Gradients, expected: Gradients) -> float:
+    """Return the norm of the difference of all tensors together, relative to those expected."""
+    difference = 0.0
+    scale = 0.0
+    for name, right in expected.items():
+        tensor = found.get(name, torch.zeros(()))
+        difference += (tensor - right).norm().item() ** 2
+        scale += right.norm().item() ** 2
+    return math.sqrt(difference / scale)
 
 
 def _attempt(question: Callable[[], Finding]) -> Finding:
@@ -527,6 +565,25 @@ class _Exam:
     def gradients(self) -> Finding:
         unexpected = [name for name in self.untrained if not _selects(name)]
         return Finding(holds=not unexpected, detail=", ".join(unexpected))
+
+    def bfloat16(self) -> Finding:
+        model = self.build()
+        convert_weights(model, torch.bfloat16)  # FSDP gathers them so
+        logits = _logits_of_batch(model, self.batch)
+        gradients = _train_on_batch(model, self.batch)
+        ours = self._distances(_Learned(logits, gradients))
+        theirs = self._distances(self._learn(_in_bfloat16(self.small.network)))
+        shown = [f"{what} {ours[what]:.2g} (class {theirs[what]:.2g})" for what in ours]
+        return Finding(
+            holds=all(ours[what] <= _FARTHER * theirs[what] for what in ours),  # not if NaN
+            detail=f"{FROM_FLOAT32}{', '.join(shown)}",
+        )
+
+    def _distances(self, found: _Learned) -> dict[str, float]:
+        return {
+            "logits": _distance({"": found.logits}, {"": self.alone.logits}),
+            "gradients": _distance(found.gradients, self.alone.gradients),
+        }
 
     def full_recomputation(self) -> Finding:
         return self._compare_recomputed("full")
