@@ -10,6 +10,7 @@ minutes. It takes about a quarter of an hour on one core.
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import transformers
 
 from lm.errors import RunError
-from lm.hf.examine import Examination, examine
+from lm.hf.examine import FROM_FLOAT32, Examination, examine
 from lm.hf.families import FAMILIES
 from lm.transformers_model import text_config
 
@@ -58,10 +59,14 @@ hold is turned off in a line, and a class that would be trained wrongly is refus
 {torch}, on a CPU without kernels of other packages. On another machine, the examination there
 decides.
 
-{counts}
+{counts} An examination takes {median:.1f} s of a core
+in the median, {most:.0f} s at most (`{slowest}`).
+
+The fourth column is how far a run in bfloat16 is from float32, and in parentheses how far the class
+itself in bfloat16 is: norms of the differences of all logits and of all gradients, relative to
+those of float32.
 
 """
-_ROW = "| `{model_type}` | {class_name} | {answer} |"
 
 
 def examine_in_process(model_type: str) -> Examination | str:
@@ -105,44 +110,59 @@ def _examine(model_type: str, sender: Connection) -> None:
 
 def main() -> None:
     """Write the page."""
+    torch.compiler.reset()  # imports the compiler, once for all processes
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     rows: list[str] = []
     kinds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for model_type in sorted(names):
         found = examine_in_process(model_type)
-        kind, class_name, answer = _describe(found)
+        if isinstance(found, Examination):
+            seconds[model_type] = found.seconds
+        kind, row = _describe(model_type, found)
         kinds[kind] += 1
-        rows.append(_ROW.format(model_type=model_type, class_name=class_name, answer=answer))
-        print(rows[-1], flush=True)
+        rows.append(row)
+        print(row, flush=True)
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    slowest = max(seconds, key=seconds.__getitem__)
     head = _HEAD.format(
         own=", ".join(FAMILIES),
         transformers=transformers.__version__,
         torch=torch.__version__.partition("+")[0],
         counts=f"Of {len(rows)} model types: {counts}.",
+        median=statistics.median(seconds.values()),
+        most=seconds[slowest],
+        slowest=slowest,
     )
-    table = ["| model_type | class | what of it holds |", "|---|---|---|", *rows]
+    columns = "| model_type | class | what of it holds | bfloat16 | s |"
+    table = [columns, "|---|---|---|---|---|", *rows]
     PAGE.write_text(head + "\n".join(table) + "\n")
 
 
-def _describe(found: Examination | str) -> tuple[str, str, str]:
-    """Return how an examination ended, the class, and what to say of it."""
+def _describe(model_type: str, found: Examination | str) -> tuple[str, str]:
+    """Return how an examination ended, and the row of the model type."""
     if isinstance(found, str):
         text = found.replace("|", "/").replace("\n", " ")
-        return "not examined", "", f"not examined: {text[:160]}"
-    refusals = found.refusals()
-    if refusals:
-        reason = refusals[0].removeprefix(f"{found.class_name}: ")
-        return "refused", found.class_name, f"refused: {reason}"
+        answer = f"not examined: {text[:160]}"
+        return "not examined", f"| `{model_type}` | | {answer} | | |"
+    kind = "in which all holds"
+    answer = "all"
     details = [
         f"{question} ({finding.detail.partition(':')[0]})"
         for question, finding in found.findings.items()
         if not finding.holds
     ]
-    if not details:
-        return "in which all holds", found.class_name, "all"
-    answer = f"off: {'; '.join(details)}".replace("|", "/")
-    return "trained with something off", found.class_name, answer
+    if found.refusals():
+        kind = "refused"
+        answer = "refused: " + found.refusals()[0].removeprefix(f"{found.class_name}: ")
+    elif details:
+        kind = "trained with something off"
+        answer = f"off: {'; '.join(details)}".replace("|", "/")
+    distance = ""
+    if "bfloat16" in found.findings and found.findings["bfloat16"].holds:
+        distance = found.findings["bfloat16"].detail.removeprefix(FROM_FLOAT32)
+    row = f"| `{model_type}` | {found.class_name} | {answer} | {distance} | {found.seconds:.1f} |"
+    return kind, row
 
 
 if __name__ == "__main__":
