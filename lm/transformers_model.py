@@ -68,6 +68,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.config = config
         self.network = build_network(read_config(config.transformers_config))
+        self.network.config.use_cache = False  # recomputed layers would extend it again
         self.blocks = find_blocks(self.network)
         self.loss = ChunkedLoss()
         self._accepted = inspect.signature(self.network.forward).parameters.keys()
@@ -138,8 +139,6 @@ class TransformersModel(nn.Module):
         """Return the arguments of the network for complete sequences."""
         options: dict[str, Any] = {}
         packed_by = self.config.examined.packed_by
-        if "use_cache" in self._accepted:
-            options["use_cache"] = False
         if document_ids is None:
             if packed_by == "seq_idx":  # one document per sequence, also by our operators
                 options["seq_idx"] = torch.zeros_like(tokens)

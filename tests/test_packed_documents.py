@@ -27,7 +27,7 @@ DOCUMENTS = (37, 51, 40, 70, 2, 56)
 KINDS = {
     "gpt_oss": "attention_mask",
     "afmoe": "attention_mask",
-    "granitemoe": "attention_mask",
+    "granitemoe": "position_ids",
     "qwen3_5_text": "seq_idx",
     "qwen3_5_moe_text": "seq_idx",
     "qwen3_next": "seq_idx",
