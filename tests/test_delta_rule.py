@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm.delta_rule import CHUNK, COMPUTED_BY, causal_convolution, gated_delta_rule
 from lm.plan.step import LiveBytes, device_bytes
+from tests.support.allocations import measure_peak
 
 LENGTHS = (37, 51, 40, 70, 2, 56)
 """of documents, in tokens"""
@@ -131,12 +130,7 @@ def test_plans_count_what_exists_while_the_rule_computes() -> None:
             live.start_phase("step")
             take_step(inputs)
     inputs = make_inputs()
-    with profile(profile_memory=True) as profiler:
-        take_step(inputs)
-    results: Any = profiler.profiler
-    events = results.kineto_results.events()
-    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    peak = max(itertools.accumulate(changes))
+    peak = measure_peak(lambda: take_step(inputs))
     needed = device_bytes(live.peaks["step"]) - before
     assert needed == pytest.approx(peak, rel=0.01)
     assert needed < 7.5 * before  # not all that backward computes exists at once

@@ -208,8 +208,7 @@ def test_the_last_block_of_a_row_or_column_can_be_smaller(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8 of experts"])
 def test_ranks_dequantize_their_shards(kind: str, tmp_path: Path) -> None:
     save_quantized(kind, tmp_path)
-    for rank in run_ranks(2, read_on_ranks, tmp_path):
-        assert all(is_equal for _, is_equal in rank.values())
+    assert all(rank.are_equal for rank in run_ranks(2, read_on_ranks, tmp_path))
 
 
 RUN: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -17,6 +17,7 @@ from lm.hf.conversion import Conversion, open_conversion
 from lm.runtime.world import World
 from lm.training.parallelize import MeshShape
 from lm.transformers_model import build_network
+from tests.support.allocations import measure_peak
 from tests.support.hf import LLAMA
 
 QWEN3_MOE = LLAMA | {
@@ -128,22 +129,38 @@ def get_from(network: nn.Module) -> Callable[[str], Tensor]:
     return network.state_dict().__getitem__
 
 
-def read_on_ranks(world: World, directory: Path) -> dict[str, tuple[list[int], bool]]:
-    """The local shape of each tensor, and whether it equals what one process reads."""
+class ReadShards(NamedTuple):
+    """What a rank has read."""
+
+    shapes: dict[str, list[int]]
+    """local ones, by tensor"""
+    are_equal: bool
+    """to what one process reads"""
+    peak_bytes: int
+    """allocated meanwhile, without the shards"""
+    layer_bytes: int
+    """of all tensors of a layer"""
+
+
+def read_on_ranks(world: World, directory: Path) -> ReadShards:
     conversion = open_conversion(directory)
     sharded = build_network(conversion.text_config)
     fully_shard(sharded, mesh=world.device_mesh(MeshShape(1, world.size)))
     sharded.to_empty(device="cpu")
-    conversion.read(sharded)
+    peak = measure_peak(lambda: conversion.read(sharded))
     complete = read_network(conversion).state_dict()
-    found: dict[str, tuple[list[int], bool]] = {}
+    shapes: dict[str, list[int]] = {}
+    differing: list[str] = []
     for name, tensor in sharded.state_dict().items():
         local = tensor
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
             tensor = tensor.full_tensor()
-        found[name] = (list(local.shape), tensor.equal(complete[name]))
-    return found
+        shapes[name] = list(local.shape)
+        if not tensor.equal(complete[name]):
+            differing.append(name)
+    of_layer = [tensor.nbytes for name, tensor in complete.items() if ".layers.0." in name]
+    return ReadShards(shapes, not differing, peak, sum(of_layer))
 
 
 def load_all(directory: Path) -> dict[str, Tensor]:
