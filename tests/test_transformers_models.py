@@ -88,6 +88,27 @@ DENSE = ("gemma3_text", "glm4", "granite", "olmo3", "phi3", "smollm3")
 """windows in some layers, half of a head rotated, multipliers, windows in some layers, matrices
 that are several, layers without positions"""
 LEAKY = "mamba2"
+WRAPPERS = {
+    "qwen3_5": "qwen3_5_text",
+    "gemma4": "gemma4_text",
+    "lfm2_vl": "lfm2",
+    "mistral3": "ministral3",
+}
+"""-> the text model"""
+VISION = {
+    "depth": 1,
+    "head_dim": 16,
+    "hidden_size": 32,
+    "image_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+}
+"""sizes of all kinds of encoders"""
 TRAINING: dict[str, Any] = {
     "dataset": "synthetic",
     "max_steps": 20,
@@ -105,13 +126,12 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def save_wrapper(folder: Path) -> None:
-    """Save a Qwen3.5 with vision: a text model in a wrapper, with linear attention."""
-    text = complete_values("qwen3_5") | {"eos_token_id": [0, 7]}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    vision |= {"out_hidden_size": 64}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    model = transformers.Qwen3_5ForConditionalGeneration(config)
+def save_wrapper(kind: str, text_kind: str, folder: Path) -> None:
+    """Save a text model in a wrapper with vision, and files of both."""
+    text = complete_values(text_kind) | {"eos_token_id": [0, 7]}
+    config_class: Any = transformers.CONFIG_MAPPING[kind]
+    config = config_class(text_config=text, vision_config=VISION)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
     randomize(model)
     model.bfloat16().save_pretrained(folder)
     tokenizer = add_tokenizer(folder, 290)
@@ -125,18 +145,37 @@ def save_wrapper(folder: Path) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of small models in transformers' format, with a tokenizer."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in (*KINDS, "phi3", LEAKY):
+    for kind in (*KINDS, LEAKY):
         save_model(kind, folder / kind)
+    write_chats(folder / LEAKY / "chats.jsonl")
     for kind, key in MIXTURES.items():
         save_model(kind, folder / kind, {key: 3})
     for kind in ("ministral3", "qwen3_5_text", "gpt_oss"):
         save_model(kind, folder / f"{kind}-wide", WIDE)
-    save_wrapper(folder / "wrapper")
+    for kind, text_kind in WRAPPERS.items():
+        save_wrapper(kind, text_kind, folder / kind)
     return {path.name: path for path in folder.iterdir()}
+
+
+def write_chats(path: Path) -> str:
+    lines = []
+    for number in range(40):
+        answer = "ä" * (3 + 5 * (number % 4))
+        lines.append(json.dumps({"prompt": f"{number}? ", "completion": answer}))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
 
 
 def settings(source: Path, **changes: Any) -> dict[str, Any]:
     return TRAINING | {"init_from": str(source)} | changes
+
+
+def settings_of(kind: str, models: dict[str, Path]) -> dict[str, Any]:
+    """Hyperparameters of a run; of a class that trains unpacked, on chats, padded in each batch."""
+    run = settings(models[kind])
+    if kind == LEAKY:
+        run |= {"dataset": "jsonl", "train_data": str(models[LEAKY] / "chats.jsonl")}
+    return run
 
 
 def load_reference(folder: Path, **options: Any) -> Any:
@@ -168,7 +207,7 @@ class Trained(NamedTuple):
 
 KINDS_BY_RANKS = {
     1: ("lfm2", "gpt_oss"),
-    2: (*KINDS, "olmoe", "qwen3_5_moe_text", "qwen3_moe"),
+    2: (*KINDS, "olmoe", "qwen3_5_moe_text", "qwen3_moe", LEAKY),
     4: ("gpt_oss", "granitemoe", "mixtral"),
 }
 """On more ranks than experts, a class of each layout of the weights of experts: matrices from
@@ -177,40 +216,68 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "grad-shard": {"sharding": "grad-shard"},
     "one-unit": {"layer_wrap": False, "batch_size": 2},
     "recompute": {"activation_checkpointing": "full", "sharding": "no-shard", "batch_size": 2},
+    "resumed": {},
 }
-"""with which glm4_moe trains for four steps"""
+"""with which two kinds train for four steps"""
+OF_STRATEGIES = ("glm4_moe", "qwen3_5_text")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}<stop>"
+
+
+def on_chats(source: Path, folder: Path) -> dict[str, Any]:
+    """Hyperparameters of a run with another chat template than that of the model."""
+    template = folder / "trained.jinja"
+    template.write_text(TEMPLATE)
+    chats = {"dataset": "jsonl", "train_data": write_chats(folder / "chats.jsonl")}
+    chats |= {"chat_template": str(template)}
+    return settings(source, max_steps=6, validation_rate=3, checkpoint_rate=3, **chats)
 
 
 @pytest.fixture(scope="module")
 def trained(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, Trained]:
-    """Runs on one, two and four ranks."""
+    """Runs on one, two and four ranks; on two, those of "...resumed" stop half-way, and resume."""
     runs: dict[int, Trained] = {}
     for ranks, kinds in KINDS_BY_RANKS.items():
         folder = tmp_path_factory.mktemp("trained")
-        batch_size = 2 if ranks == 1 else 1
-        named = {kind: settings(models[kind], batch_size=batch_size) for kind in kinds}
+        named: dict[str, dict[str, Any]] = {}
+        for kind in kinds:
+            batch_size = 2 if ranks == 1 or kind == LEAKY else 1
+            named[kind] = settings_of(kind, models) | {"batch_size": batch_size}
         if ranks == 2:
-            run = named["glm4_moe"] | {"max_steps": 4, "validation_rate": 4}
-            named |= {name: run | changes for name, changes in STRATEGIES.items()}
-        runs[ranks] = Trained(folder, run_ranks(ranks, train_each, str(folder), named, {})[0])
+            for kind in OF_STRATEGIES:
+                short = named[kind] | {"max_steps": 4, "validation_rate": 4}
+                named |= {f"{kind}-{name}": short | each for name, each in STRATEGIES.items()}
+            for kind in WRAPPERS:
+                named[kind] = named[f"{kind}-resumed"] = on_chats(models[kind], folder)
+        resumed = {name: run for name, run in named.items() if name.endswith("resumed")}
+        stopped = {name: {"stop_at_step": run["max_steps"] // 2} for name, run in resumed.items()}
+        first = {name: run | stopped.get(name, {}) for name, run in named.items()}
+        losses = run_ranks(ranks, train_each, str(folder), first, {})[0]
+        if resumed:
+            losses |= run_ranks(ranks, train_each, str(folder), resumed, {})[0]
+        runs[ranks] = Trained(folder, losses)
     return runs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
+@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES, LEAKY])
 def test_models_of_transformers_train_as_in_a_plain_loop(
     kind: str, models: dict[str, Path], trained: dict[int, Trained], tmp_path: Path
 ) -> None:
     """However they are sharded, and a mixture also on more ranks than experts."""
-    expected = reference_losses(models[kind], settings(models[kind]))
+    expected = reference_losses(models[kind], settings_of(kind, models))
     assert expected[0] - expected[-1] > 1e-3
     ranks = [n for n, kinds in KINDS_BY_RANKS.items() if kind in kinds]
     for n in ranks:
         assert trained[n].losses[kind] == pytest.approx(expected, rel=1e-6), n
-    for name in STRATEGIES if kind == "glm4_moe" else ():
-        assert trained[2].losses[name] == pytest.approx(expected[:4], rel=1e-6), name
+    if kind in OF_STRATEGIES:
+        for name in STRATEGIES:
+            losses = trained[2].losses[f"{kind}-{name}"]
+            assert losses == pytest.approx(expected[:4], rel=1e-6), name
+        assert trained[2].losses[f"{kind}-resumed"] == trained[2].losses[kind][:4]
 
     out = tmp_path / "out"
     checkpoint = checkpoints_by_step(trained[ranks[-1]].folder, kind)[20]
@@ -224,24 +291,11 @@ def test_models_of_transformers_train_as_in_a_plain_loop(
         )
 
 
-def write_chats(path: Path) -> str:
-    lines = []
-    for number in range(40):
-        answer = "ä" * (3 + 5 * (number % 4))
-        lines.append(json.dumps({"prompt": f"{number}? ", "completion": answer}))
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
-@pytest.mark.parametrize("name", ["wrapper"])
-def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
-    name: str, models: dict[str, Path], tmp_path: Path
+def test_wrapped_model_resumes_exactly_and_is_exported_as_a_whole(
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
-    template = tmp_path / "trained.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}<stop>")
-    chats = {"dataset": "jsonl", "train_data": write_chats(tmp_path / "chats.jsonl")}
-    chats |= {"chat_template": str(template)}
-    run = settings(models[name], max_steps=6, validation_rate=3, checkpoint_rate=3, **chats)
+    source = models["qwen3_5"]
+    run = on_chats(source, tmp_path)
     done = run_fsdp(tmp_path / "at once", ranks=2, config=run, code=0)
     assert "packing: false" not in done.stderr
     assert "of its other parts are not trained, and are exported: model.visual\n" in done.stdout
@@ -256,10 +310,25 @@ def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     forge_manifest(saved, model=model)  # as an earlier version wrote it
     run_fsdp(tmp_path / "resumed", ranks=2, config=run, code=0)
     assert read_exact_metrics(tmp_path / "resumed") == read_exact_metrics(tmp_path / "at once")
+    check_export(tmp_path / "resumed" / "runs" / "test", source, tmp_path / "out")
 
-    out = tmp_path / "out"
-    assert hf_main.main(["export", str(tmp_path / "resumed" / "runs" / "test"), str(out)]) == 0
-    before = transformers.AutoModelForImageTextToText.from_pretrained(models[name])
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if kind != "qwen3_5"])
+def test_all_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
+    kind: str, models: dict[str, Path], trained: dict[int, Trained], tmp_path: Path
+) -> None:
+    folder = trained[2].folder
+    resumed = f"{kind}-resumed"
+    assert len(trained[2].losses[kind]) == 6
+    assert read_exact_metrics(folder, name=resumed) == read_exact_metrics(folder, name=kind)
+    check_export(folder / "runs" / resumed, models[kind], tmp_path / "out")
+
+
+def check_export(run: Path, source: Path, out: Path) -> None:
+    """What the run of a wrapper has not trained is exported as it is in its source."""
+    assert hf_main.main(["export", str(run), str(out)]) == 0
+    before = transformers.AutoModelForImageTextToText.from_pretrained(source)
     after = transformers.AutoModelForImageTextToText.from_pretrained(out)
     changed = [
         tensor_name
@@ -269,10 +338,10 @@ def test_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
     assert changed
     assert all("language_model" in each or "lm_head" in each for each in changed)
     config = "preprocessor_config.json"
-    assert (out / config).read_bytes() == (models[name] / config).read_bytes()
-    check_16_bits(tmp_path / "resumed" / "runs" / "test", out)
+    assert (out / config).read_bytes() == (source / config).read_bytes()
+    check_16_bits(run, out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    assert tokenizer.chat_template == template.read_text()
+    assert tokenizer.chat_template == TEMPLATE
     stops = [0, 7, tokenizer.convert_tokens_to_ids("<stop>")]
     assert after.config.text_config.eos_token_id == after.generation_config.eos_token_id == stops
 
@@ -311,13 +380,17 @@ NF4 = {
     "bnb_4bit_compute_dtype": torch.float32,
 }
 """how bitsandbytes quantizes as `base_dtype: nf4` does"""
+ADAPTED = {"glm4_moe": ["q_proj", "k_proj", "v_proj", "o_proj"], LEAKY: ["in_proj"]}
+"""What PEFT and we adapt of classes of which it would also adapt experts, or a layer whose weight
+their kernels read."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "base_dtype"),
     [
-        ("phi3", None),
+        ("glm4_moe", None),
+        (LEAKY, None),
         ("ministral3-wide", "nf4"),
         ("qwen3_5_text-wide", "nf4"),
         ("gpt_oss-wide", "nf4"),
@@ -329,7 +402,8 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
     import peft  # imports torchao, which takes seconds: not in all ranks
 
     folder = models[name]
-    run = settings(folder, lora_rank=3, lr=1e-3, base_dtype=base_dtype)
+    run = settings_of(name, models) | {"lora_rank": 3, "lr": 1e-3, "base_dtype": base_dtype}
+    run |= {"lora_targets": ADAPTED.get(name)}
     done = run_fsdp(tmp_path, ranks=2, config=run, code=0)
     assert ("experts.gate_up_proj" in done.stdout) is (name == "gpt_oss-wide")
     options_of_base: dict[str, Any] = {}
@@ -343,7 +417,8 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
     adapted.to_empty(device="cpu")
     parallelize.initialize_parameters(adapted, 7)
     initial = lora.trained_parameters(adapted)
-    options: dict[str, Any] = {"r": 3, "lora_alpha": 16, "target_modules": "all-linear"}
+    targets = ADAPTED.get(name, "all-linear")
+    options: dict[str, Any] = {"r": 3, "lora_alpha": 16, "target_modules": targets}
     model = peft.get_peft_model(
         load_reference(folder, **options_of_base),
         peft.LoraConfig(task_type="CAUSAL_LM", **options),
@@ -443,7 +518,7 @@ def test_quantized_models_of_transformers_train_alike_however_they_are_sharded(
 def test_wrapped_models_on_nf4_resume_exactly_and_merge_into_the_original(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = models["wrapper"]
+    folder = models["qwen3_5"]
     run = settings(folder, lora_rank=2, base_dtype="nf4", lr=1e-2, max_steps=4, validation_rate=2)
     run |= {"checkpoint_rate": 2}
     done = run_fsdp(tmp_path / "at once", ranks=2, config=run, code=0)
@@ -529,26 +604,26 @@ def test_muon_trains_a_model_of_transformers_as_in_a_plain_loop(
 # ---- commands
 
 
-def test_generation_is_that_of_transformers(models: dict[str, Path]) -> None:
-    for kind in ("lfm2", "gemma4_text", "qwen3_5_text", "gpt_oss"):
-        model, _ = open_model(models[kind])
-        reference = load_reference(models[kind]).eval()
-        prompt = [5, 17, 40]
-        greedy = sampling.Sampling(temperature=0.0)
-        found = list(
-            sampling.generate(
-                model, prompt, 40, seed=0, settings=greedy, device=torch.device("cpu")
-            )
-        )
-        expected = reference.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, 3),
-            max_new_tokens=40,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert found == expected[0, 3:].tolist(), kind
+@pytest.mark.parametrize("kind", [*KINDS, "gpt_oss", LEAKY])
+def test_generation_is_that_of_transformers(kind: str, models: dict[str, Path]) -> None:
+    model, _ = open_model(models[kind])
+    assert isinstance(model, TransformersModel)
+    reference = load_reference(models[kind]).eval()
+    prompt = [5, 17, 40]
+    greedy = sampling.Sampling(temperature=0.0)
+    found = list(
+        sampling.generate(model, prompt, 40, seed=0, settings=greedy, device=torch.device("cpu"))
+    )
+    expected = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 3),
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        use_cache=model.config.examined.cache,
+    )
+    assert found == expected[0, 3:].tolist()
 
 
 TASK = Task(
@@ -723,7 +798,7 @@ def test_the_config_of_transformers_is_no_hyperparameter(models: dict[str, Path]
 
 
 def test_a_dry_run_plans_operators_of_ours(models: dict[str, Path], tmp_path: Path) -> None:
-    done = run_fsdp(tmp_path, "--dry-run", config=settings(models["wrapper"]), code=0)
+    done = run_fsdp(tmp_path, "--dry-run", config=settings(models["qwen3_5"]), code=0)
     assert "memory of a rank at the peak of a step" in done.stdout
 
 

@@ -19,7 +19,7 @@ from lm.hf import adapters, families
 from lm.hf.small_config import small_configs
 from lm.training import lora, parallelize
 from lm.transformers_model import read_config, text_config
-from model import Transformer
+from model import IGNORE_INDEX, Transformer
 
 VOCABULARY = 300
 """of the models of `save_model`"""
@@ -175,16 +175,28 @@ def start_as_ours(adapters: dict[str, nn.Parameter], hp: config.Hyperparameters,
 def train_reference(
     model: nn.Module, optimizer: Any, hp: config.Hyperparameters, seed: int
 ) -> list[float]:
-    """Train a model of transformers on the batches of a run; return the loss of each step."""
+    """Train a model of transformers on the batches of a run; return the loss of each step.
+
+    It reads rows without their padding, together with others of their length.
+    """
     total = hp.data.total_batch_size or 0
     data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, total, seed)
     batches = Loader(hp.data, data, total, 0, 1, torch.device("cpu")).training(0)
     losses = []
     for _ in range(hp.run.max_steps or 0):
-        micro_batches = next(batches).micro_batches
-        inputs = torch.cat([micro_batch.inputs for micro_batch in micro_batches])
-        targets = torch.cat([micro_batch.targets for micro_batch in micro_batches])
-        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        rows_by_length: dict[int, list[torch.Tensor]] = {}
+        for micro_batch in next(batches).micro_batches:
+            for row in torch.stack([micro_batch.inputs, micro_batch.targets], dim=1):
+                length = int((row[1] != IGNORE_INDEX).nonzero()[-1]) + 1
+                rows_by_length.setdefault(length, []).append(row[:, :length])
+        loss = torch.zeros(())
+        n_targets = 0
+        for rows in rows_by_length.values():
+            inputs, targets = torch.stack(rows, dim=1)
+            logits = model(inputs).logits.flatten(0, 1)
+            loss = loss + nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+            n_targets += int((targets != IGNORE_INDEX).sum())
+        loss = loss / n_targets
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

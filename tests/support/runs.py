@@ -147,10 +147,12 @@ def read_reports(
     return {record["step"]: record for record in records if record["group"] == group}
 
 
-def read_exact_metrics(folder: Path, group: str = "training") -> dict[int, dict[str, Any]]:
+def read_exact_metrics(
+    folder: Path, group: str = "training", name: str = "test"
+) -> dict[int, dict[str, Any]]:
     """Return the `EXACT_METRICS` of a run, by step."""
     metrics = {}
-    for step, line in read_reports(folder, group).items():
+    for step, line in read_reports(folder, group, name).items():
         metrics[step] = {key: line[key] for key in EXACT_METRICS if key in line}
     return metrics
 
