@@ -27,7 +27,8 @@ from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
-from lm.plan.__main__ import describe_ranks, load_hyperparameters, main, parse_plan_arguments
+from lm.plan.__main__ import main, parse_plan_arguments
+from lm.plan.describe import describe_ranks, load_hyperparameters
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.transformers_model import build_network, read_config, text_config

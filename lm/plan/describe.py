@@ -1,0 +1,145 @@
+"""What `lm.plan` prints: what a step of a run needs, and whether that fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lm import config
+from lm.config import Hyperparameters
+from lm.data.config import derive_global_batch_size
+from lm.errors import ConfigError
+from lm.flops import count_flops_per_token
+from lm.hf import adapters, weights
+from lm.launch.machine import host_memory
+from lm.memory import USABLE, Ranks
+from lm.metrics.device import GIB
+from lm.plan import fit
+from lm.presets import PRESETS
+from lm.training import parallelize
+from lm.training.precision import choose_dtype
+from lm.units import format_bytes, format_count, format_parameters
+
+
+def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
+    """Read the experiment file. A start that is not here is not needed if `model` is given."""
+    hp = config.load_hyperparameters(args.config, args.overrides)
+    if hp.checkpoint.init_from is None:
+        return hp
+    is_on_hub = hp.own_model.model is None and weights.is_model(hp.checkpoint.init_from)
+    if Path(hp.checkpoint.init_from).exists() or is_on_hub:
+        defaults = partial(adapters.model_defaults, needs_weights=False)
+        return config.load_hyperparameters(args.config, args.overrides, defaults)
+    if hp.own_model.model is None:
+        problem = f"init_from: {hp.checkpoint.init_from} does not exist"
+        raise ConfigError(f"{problem}; {_advise_preset(hp.checkpoint.init_from)}")
+    return hp
+
+
+def _advise_preset(init_from: str) -> str:
+    """Return how to plan the model `init_from` without its files."""
+    name = init_from.partition("@")[0].rpartition("/")[2].lower()
+    for preset in PRESETS:
+        if preset == name.removesuffix("-instruct"):
+            return f"add model={preset}, a preset of its shape"
+    return "set model to the preset with its shape"
+
+
+def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
+    """Return the ranks of a plan. Host memory is unknown unless given or this machine's."""
+    host_bytes = math.inf
+    if args.host_memory is not None:
+        host_bytes = args.host_memory * GIB
+    elif torch.cuda.is_available():
+        host_bytes = host_memory().total
+    return Ranks(
+        dtype=choose_dtype(hp.precision, torch.bfloat16),
+        device_type="cuda",
+        size=args.gpus,
+        per_node=args.gpus // args.nodes,
+        memory=round(args.memory * GIB),
+        host_memory=host_bytes,
+    )
+
+
+def round_up_batch(hp: Hyperparameters, n_ranks: int) -> Hyperparameters:
+    """Return `hp` with `total_batch_size` rounded up to what the ranks can share."""
+    if hp.data.total_batch_size is None:
+        return hp
+    per_micro_step = hp.data.batch_size * n_ranks
+    total = math.ceil(hp.data.total_batch_size / per_micro_step) * per_micro_step
+    return hp.replace(total_batch_size=total)
+
+
+def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
+    """Return lines on the model, how it is sharded, and what a step is."""
+    trained = ""
+    if hp.lora.lora_rank is not None:
+        trained = f" ({format_parameters(hp.n_trained_parameters)} trained)"
+    mesh = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node)
+    gpus = format_count(ranks.size, "GPU")
+    nodes = format_count(ranks.size // ranks.per_node, "node")
+    replicas = format_count(mesh.replicate, "replica")
+    global_batch_size = derive_global_batch_size(hp.data, ranks.size)
+    micro_steps = format_count(global_batch_size // (hp.data.batch_size * ranks.size), "micro-step")
+    sequences = format_count(hp.data.batch_size, "sequence")
+    tokens = global_batch_size * hp.model.max_seq_len
+    step = f"{tokens:,} tokens in all"
+    flops = count_flops_per_token(hp.lora, hp.model)
+    if flops is not None:
+        step += f", {flops * tokens / ranks.size / 1e12:,.1f} TFLOP on each"
+    return [
+        f"{hp.size_of_model}{trained} on {gpus} in {nodes}",
+        f"{hp.parallel.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
+        f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each GPU,"
+        f" {step}",
+    ]
+
+
+def describe_plan(args: argparse.Namespace) -> str:
+    """Return what the command prints.
+
+    Raises:
+        ConfigError: the experiment file is wrong, or no such run can be planned.
+    """
+    given = load_hyperparameters(args)
+    ranks = describe_ranks(args, given)
+    hp = round_up_batch(given, ranks.size)
+    lines: list[str] = []
+    total = given.data.total_batch_size
+    if hp.data.total_batch_size != total:
+        of = f"batch_size {hp.data.batch_size} x {format_count(ranks.size, 'GPU')}"
+        problem = f"{total} is not a multiple of {of}, and a run would be refused"
+        lines.append(f"total_batch_size: {problem}; planned with {hp.data.total_batch_size}\n")
+    lines += [*describe_run(hp, ranks), ""]
+    if sys.stderr.isatty():
+        print("taking steps on fake tensors", file=sys.stderr)
+    need = fit.measure(hp, ranks)
+    largest = fit.find_largest_batch_size(hp, need)
+    if args.json:
+        values = {
+            "parameters": hp.model.n_parameters,
+            "memory": dict(need.memory),
+            "peak": need.peak,
+            "phase": need.phase,
+            "host": need.host,
+            "available": ranks.memory,
+            "fits": need.fits,
+            "largest_batch_size": largest,
+            "total_batch_size": hp.data.total_batch_size,
+        }
+        return json.dumps(values)
+    lines += [*need.describe(), ""]
+    usable = f"{USABLE:.0%} of memory, {format_bytes(USABLE * ranks.memory)}"
+    if need.fits:
+        lines.append(f"fits into {usable}; CUDA, NCCL and fragmentation take the rest")
+    else:
+        lines += [f"does not fit into {usable}", *fit.list_remedies(hp, ranks)]
+    lines.append(f"largest batch_size that fits without accumulation: {largest}")
+    return "\n".join(lines)
