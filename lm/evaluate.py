@@ -25,34 +25,36 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from lm.errors import ConfigError, RunError, command, escape_control
-from lm.fileio import home_path
-from lm.hf.base import UNQUANTIZED_HELP, open_model
-from lm.hf.files import WEIGHT_DTYPES
+from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
-from lm.runtime.rendezvous import join_world
-from lm.runtime.world import World
-from lm.tasks.packing import tokenize
 from lm.tasks.questions import read_tasks
-from lm.tasks.scoring import Mean, Scorer, TaskResult, grade
 from lm.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lm.runtime.world import World
+    from lm.tasks.scoring import Mean, TaskResult
+
+    Results = dict[str, TaskResult]
+    """of a model, by task"""
 
 _TIMEOUT = 600.0
 """Longest wait for another rank (seconds)."""
-
-Results = dict[str, TaskResult]
-"""of a model, by task"""
 
 
 def score_model(
     source: str, tasks: Sequence[Task], args: argparse.Namespace, world: World
 ) -> Results:
     """Return the results of the model `source`, on every rank."""
+    from lm.hf.base import open_model
+    from lm.tasks.packing import tokenize
+    from lm.tasks.scoring import Scorer, grade
+
     with world.all_or_none():
         model, tokenizer = open_model(source, world.device, args.dtype, args.base, args.unquantized)
         config = model.config
@@ -147,10 +149,7 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     chat_help = "ask by the model's chat template: contexts are messages of the user"
     add("--chat", action="store_true", help=chat_help)
     add("--json", action="store_true", help="print JSON")
-    dtypes = WEIGHT_DTYPES
-    add("--dtype", choices=dtypes, default="float32", help="to compute in (%(default)s)")
-    add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
-    add("--unquantized", action="store_true", help=UNQUANTIZED_HELP)
+    add_loading_arguments(parser)
     args = parser.parse_args(arguments)
     problems: list[str] = []
     if args.limit is not None and args.limit < 1:
@@ -178,6 +177,10 @@ def compare(args: argparse.Namespace, world: World) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse_evaluate_arguments(arguments)
+
+    # PyTorch takes seconds, which a wrong command line does not wait for.
+    from lm.runtime.rendezvous import join_world
+
     world = join_world(Launch.from_env(os.environ), _TIMEOUT)
     try:
         with world:

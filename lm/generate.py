@@ -22,19 +22,16 @@ import argparse
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from lm import sampling
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, error_prefix, escape_control
-from lm.fileio import home_path
-from lm.hf.base import UNQUANTIZED_HELP, open_model
-from lm.hf.files import WEIGHT_DTYPES
+from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import is_thread_count_set
 from lm.launch.machine import usable_cores
-from lm.transformers_model import AnyModel
+
+if TYPE_CHECKING:
+    from lm.transformers_model import AnyModel
 
 STDIN = "-"
 MAX_NEW_TOKENS = 200
@@ -50,6 +47,8 @@ def generate_texts(
     args: argparse.Namespace,
 ) -> Iterator[Iterator[str]]:
     """Yield for each of `prompts`, one batch, the pieces of its text while they are generated."""
+    from lm import sampling
+
     settings = sampling.Sampling(
         repetition_penalty=args.repetition_penalty,
         temperature=args.temperature,
@@ -315,10 +314,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add("--seed", type=int, default=0, metavar="S", help=seed_help)
     stop_help = "end before TEXT; can be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
-    add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
-    dtype_help = "dtype of the weights and of all computations (%(default)s)"
-    add("--dtype", choices=WEIGHT_DTYPES, default="float32", help=dtype_help)
-    add("--unquantized", action="store_true", help=UNQUANTIZED_HELP)
+    add_loading_arguments(parser)
     args = parser.parse_args(arguments)
 
     problems: list[str] = []
@@ -363,6 +359,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompts: list[str] = []
     if not args.chat:
         prompts = read_prompts(args.prompt)
+
+    import torch  # takes seconds, which a wrong command line does not wait for
+
+    from lm.hf.base import open_model
+
     if not is_thread_count_set():
         torch.set_num_threads(usable_cores())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

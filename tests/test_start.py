@@ -47,6 +47,11 @@ def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str]
         ["-m", "lm.prepare", "--help"],
         ["-m", "lm.report", "--help"],
         ["-m", "lm.launch", "--help"],
+        ["-m", "lm.generate", "--help"],
+        ["-m", "lm.evaluate", "--help"],
+        ["-m", "lm.plan", "--help"],
+        ["-m", "lm.hf", "--help"],
+        ["-m", "lm.checkpoint", "--help"],
     ],
     ids=" ".join,
 )
@@ -54,6 +59,27 @@ def test_answers_need_no_pytorch(arguments: list[str], tmp_path: Path) -> None:
     done, imported = run(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+    assert "torch" not in imported
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("lm.generate run --prompt a --samples 0", "--samples: 0 must be 1 or more"),
+        ("lm.evaluate run --tasks a --limit 0", "--limit: 0 must be 1 or more"),
+        ("lm.hf export run out --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("lm.plan --gpu h1000", "--gpu: h1000 is unknown"),
+        (f"lm.plan --config {QUICKSTART} lrr=1", "argument lrr: no such hyperparameter"),
+        ("lm.plan --config quick.yaml", "quick.yaml: No such file or directory"),
+    ],
+    ids=lambda value: value.split()[0],
+)
+def test_wrong_arguments_of_commands_are_refused_before_pytorch(
+    command: str, problem: str, tmp_path: Path
+) -> None:
+    done, imported = run(tmp_path, "-m", *command.split())
+    assert done.returncode == 2
+    assert problem in done.stderr
     assert "torch" not in imported
 
 
@@ -127,8 +153,8 @@ sys.meta_path.insert(0, Interrupter())
     "arguments",
     [
         [FSDP, "--config", QUICKSTART],
-        ["-m", "lm.generate", "runs/x"],
-        ["-m", "lm.evaluate", "runs/x"],
+        ["-m", "lm.generate", "runs/x", "--prompt", "a"],
+        ["-m", "lm.evaluate", "runs/x", "--tasks", "a"],
         ["-m", "lm.plan", "--config", QUICKSTART],
         ["-m", "lm.hf", "export", "runs/x", "out"],
     ],
@@ -144,5 +170,5 @@ def test_ctrl_c_during_imports_prints_no_traceback(arguments: list[str], tmp_pat
         text=True,
         check=False,
     )
-    assert done.returncode == -signal.SIGINT
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert done.stderr == ""

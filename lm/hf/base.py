@@ -44,9 +44,6 @@ from lm.training import lora
 from lm.training.lora import Adapters
 from lm.transformers_model import AnyModel, convert_weights, new_model
 
-UNQUANTIZED_HELP = "merge adapters into their base as it is, where training had it in base_dtype"
-"""of the option of commands that compute with a checkpoint"""
-
 
 def find_base(source: str, world: World) -> Base:
     """Return what identifies the weights of `source`, or of the base of its adapters.
@@ -278,7 +275,7 @@ def open_model(
     Args:
         source: a directory, a URL, or for Hugging Face also OWNER/MODEL; of a run, its newest
             checkpoint is opened, and adapters of PEFT are merged into their base.
-        dtype: of the weights: a key of `WEIGHT_DTYPES`.
+        dtype: of the weights: one of `WEIGHT_DTYPES`.
         base_dir: a copy of the base of LoRA adapters, which are merged into it unless it was
             quantized; None = where it was in training.
         unquantized: see `load_model`.
@@ -291,7 +288,7 @@ def open_model(
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: {dtype}: use one of {', '.join(WEIGHT_DTYPES)}")
     device = torch.device(device)
-    weight_dtype = WEIGHT_DTYPES[dtype]
+    weight_dtype = getattr(torch, dtype)
     if is_adapter(source):
         directory = Path(source)
         tokenizer = _load_tokenizer(directory, base_directory(directory, base_dir))

@@ -50,7 +50,7 @@ from lm.hf.conversion import open_conversion
 from lm.hf.draft import make_draft
 from lm.hf.export_directory import export_directory
 from lm.hf.families import Place
-from lm.hf.files import CONFIG_FILE, SAFETENSORS_FILE, SAFETENSORS_INDEX, WEIGHT_DTYPES, to_json
+from lm.hf.files import CONFIG_FILE, SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
 from lm.shards import Rows
@@ -72,7 +72,7 @@ def export_model(
     """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
     Args:
-        dtype: a key of `WEIGHT_DTYPES`; None = float32, or for a model of transformers that of each
+        dtype: one of `WEIGHT_DTYPES`; None = float32, or for a model of transformers that of each
             tensor of `init_from`.
         base_dir: see `open_base`.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
@@ -93,7 +93,7 @@ def export_model(
     manifest = read_manifest(directory)
     config = model_of(directory, manifest)
     if adapters_only:
-        of_adapters = WEIGHT_DTYPES[dtype or "float32"]
+        of_adapters = getattr(torch, dtype or "float32")
         return _export_adapters(out, directory, manifest, config, of_adapters)
     if lora_config(directory, manifest, config).base_dtype is not None:
         remedy = "--adapter writes them alone, for PEFT on a base in NF4"
@@ -123,7 +123,7 @@ def export_model(
         weights_dir = open_base(manifest.base, base_dir)
         adapters = read_adapters(directory, manifest)
     sources = find_weights(weights_dir, config).sources
-    weights = _Weights(config, sources, adapters, places, shapes, WEIGHT_DTYPES[dtype])
+    weights = _Weights(config, sources, adapters, places, shapes, getattr(torch, dtype))
     with make_draft(out, weights.n_bytes) as draft:
         weight_map = weights.write(draft)
         is_one_file = len(set(weight_map.values())) == 1

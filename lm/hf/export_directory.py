@@ -28,7 +28,6 @@ from lm.hf.draft import make_draft
 from lm.hf.files import (
     CONFIG_FILE,
     SAFETENSORS_INDEX,
-    WEIGHT_DTYPES,
     WEIGHT_SUFFIXES,
     follow_links,
     list_weight_files,
@@ -61,7 +60,7 @@ def export_directory(
 
     Args:
         get_tensor: returns a complete parameter or buffer of the network by its name.
-        dtype: of these weights, a key of `WEIGHT_DTYPES`, except for those that transformers keeps
+        dtype: of these weights, one of `WEIGHT_DTYPES`, except for those that transformers keeps
             in float32; None = of each tensor that of the source.
         files: contents by name, in place of what the directory has; None = it is left out.
         stop_ids: `eos_token_id` of config.json; None = that of the directory.
@@ -108,7 +107,7 @@ def _choose_dtypes(conversion: Conversion, dtype: str | None) -> dict[str, torch
         for name in group.source_names:
             dtypes[name] = conversion.stored[name].dtype
             if dtype is not None and dtypes[name].is_floating_point:
-                dtypes[name] = conversion.stored_dtype(group, WEIGHT_DTYPES[dtype])
+                dtypes[name] = conversion.stored_dtype(group, getattr(torch, dtype))
     return dtypes
 
 

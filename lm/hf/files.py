@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lm.checkpoint.headers import TensorSlice, read_headers
 from lm.data import tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
@@ -33,12 +31,8 @@ WEIGHT_SUFFIXES = (
     ".safetensors",
 )
 """of files of weights in all formats"""
-WEIGHT_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Those in which weights are exported, by name."""
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+"""in which models are loaded and exported"""
 READ_DTYPES = (*WEIGHT_DTYPES, "float64")
 
 
