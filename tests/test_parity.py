@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
@@ -154,6 +155,46 @@ def test_recomputation_repeats_dropout(others: dict[str, list[float]], plain: li
     assert others["dropout-recompute"] == pytest.approx(others["dropout"], rel=1e-6)
     assert others["dropout-recompute-some"] == pytest.approx(others["dropout"], rel=1e-6)
     assert others["dropout"] != pytest.approx(plain, rel=1e-3)
+
+
+@torch.library.custom_op("tests::attention", mutates_args=())
+def attention(values: Tensor, dropout_p: float) -> Tensor:
+    """An operator with dropout, as the fused kernels of a GPU are."""
+    if dropout_p == 0:
+        return values.clone()
+    return values * (torch.rand_like(values) >= dropout_p)
+
+
+def keep_output(ctx: Any, **called: Any) -> None:
+    ctx.save_for_backward(called["output"])
+
+
+def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    (output,) = ctx.saved_tensors
+    return gradient * (output != 0), None
+
+
+attention.register_autograd(backward, setup_context=keep_output)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputation_draws_after_attention_what_forward_drew(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = torch.ops.tests.attention.default
+    monkeypatch.setattr(parallelize, "SAVE_OPS", parallelize.SAVE_OPS | {operator})
+    values = torch.randn(100, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+    def block(values: Tensor) -> Tensor:
+        return F.dropout(operator(values, dropout), 0.5) ** 2
+
+    gradients: list[Tensor] = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        selective = parallelize.checkpoint_function("selective", has_experts=False)
+        outputs = selective(block, values) if recompute else block(values)
+        gradients += torch.autograd.grad(outputs.sum(), values)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -170,11 +170,25 @@ def checkpoint_function(
 
 
 def _save_policy(
-    saved: Collection[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any
+    saved: Collection[Any], _context: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    if op in saved:
+    if op in saved and not _has_dropout(op, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_dropout(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator drops values at random.
+
+    If its output were saved, recomputation would draw no random numbers for it, and so others than
+    forward for what comes after it.
+    """
+    schema = getattr(op, "_schema", None)  # which flex_attention, without dropout, has not
+    if schema is None:
+        return False
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return given.get("dropout_p", 0.0) > 0
 
 
 def apply_compile(model: AnyModel, options: Mapping[str, Any], *, needed: bool) -> None:
