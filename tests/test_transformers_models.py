@@ -570,6 +570,19 @@ class Together:
 
 
 @pytest.mark.slow
+def test_adapters_that_peft_takes_for_those_of_experts_are_exported_merged(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = settings(models["glm4_moe"], lora_rank=3, max_steps=1)
+    in_world(lambda world: train_in_world(world, run))
+    (checkpoint,) = checkpoints_by_step(tmp_path).values()
+    with pytest.raises(ConfigError, match=r"^--adapter: .*mlp\.gate_proj.* in glm4_moe for those"):
+        export.export_model(checkpoint, tmp_path / "adapter", adapters_only=True)
+    assert export.export_model(checkpoint, tmp_path / "merged") > 0
+
+
+@pytest.mark.slow
 def test_muon_trains_a_model_of_transformers_as_in_a_plain_loop(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -331,6 +331,8 @@ def _export_adapters(
         _, layer_in_block = re.split(r"\.\d+\.", layer, maxsplit=1)
         ranks[layer_in_block] = len(a)
 
+    if isinstance(config, TransformersConfig):
+        _refuse_names_of_experts(config.model_type, ranks)
     peft_config = _write_peft_config(
         manifest.base, adapters.config, ranks, transposed=layout.transposed
     )
@@ -347,6 +349,25 @@ def _export_adapters(
         cause = "B has blocks of zeros, as each part of the layer has an adapter or none"
         warn(f"{layer}: {cause}: PEFT computes the same, but would train the zeros, too")
     return n_bytes
+
+
+def _refuse_names_of_experts(model_type: str, layers: Iterable[str]) -> None:
+    """Raise ConfigError if PEFT takes adapters of `layers` for those of experts.
+
+    In files of older versions, the matrices of experts were layers of these names.
+    """
+    from transformers import conversion_mapping
+
+    converted = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    if model_type.removesuffix("_text") not in {"mixtral", *converted}:
+        return
+    taken = [layer for layer in layers if layer.rpartition(".")[2] in _NAMES_OF_EXPERTS]
+    if taken:
+        problem = f"PEFT takes adapters of {', '.join(taken)} in {model_type} for those of experts"
+        raise ConfigError(f"--adapter: {problem}; leave it out to export the merged model")
+
+
+_NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 class _Layout(NamedTuple):
