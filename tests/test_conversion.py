@@ -18,6 +18,7 @@ from lm.errors import ConfigError, RunError
 from lm.hf.conversion import open_conversion
 from lm.hf.export_directory import export_directory
 from tests.support.hf import LLAMA
+from tests.support.hf import save_model as save_small_model
 from tests.support.ranks import run_ranks
 from tests.support.saved_models import (
     DEEPSEEK_V3,
@@ -85,6 +86,23 @@ def test_read_equals_transformers_and_export_equals_the_source(kind: str, tmp_pa
     torch.testing.assert_close(text_logits(network), text_logits(model), rtol=0, atol=0)
     export_directory(conversion, get_from(network), tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "source")
+
+
+def test_parts_of_unlike_size_are_written_as_they_were(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_small_model("olmo_hybrid", source, {"linear_value_head_dim": 32})
+    tensors = load_all(source)
+    for name in [name for name in tensors if "q_conv1d" in name]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        joined = torch.cat(
+            [tensors[each] for each in names]
+        )  # transformers wrote parts of one size
+        tensors |= zip(names, joined.split((32, 32, 64)), strict=True)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    conversion = open_conversion(source)
+    conversion.require_reversible()
+    export_directory(conversion, get_from(read_network(conversion)), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(source)
 
 
 @pytest.mark.parametrize("kind", ["experts", "mistral3, tied"])

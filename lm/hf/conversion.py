@@ -142,6 +142,8 @@ class Group:
     """name of the first target in `saved`"""
     saved: PreTrainedModel
     """the model that was saved, on the meta device, of which operations read shapes"""
+    shapes: dict[str, torch.Size]
+    """of the (first) source of each pattern"""
 
     @property
     def source_names(self) -> list[str]:
@@ -174,6 +176,9 @@ class Group:
         """
         if self.converter is None:
             return {pattern: list(targets.values()) for pattern in self.sources}
+        split = self._split_concatenated(list(targets.values()))
+        if split is not None:
+            return split
         reverse = cast("WeightConverter", self.converter.reverse_transform())
         inputs: dict[str, list[Tensor]] = {}
         patterns = zip(self.converter.target_patterns, reverse.source_patterns, strict=True)
@@ -194,6 +199,24 @@ class Group:
             if found:
                 sources[pattern] = found
         return sources
+
+    def _split_concatenated(self, targets: Sequence[Tensor]) -> dict[str, list[Tensor]] | None:
+        """Return the sources of a group that are concatenated, and nothing else; else None.
+
+        Each has its own size, where transformers would make parts of equal size.
+        """
+        from transformers.core_model_loading import Concatenate
+
+        assert self.converter is not None
+        operation, *others = self.converter.operations
+        is_one_of_each = len(self.source_names) == len(self.shapes)
+        if others or not isinstance(operation, Concatenate) or not is_one_of_each:
+            return None
+        patterns = [each for each in self.converter.source_patterns if each in self.shapes]
+        sizes = [self.shapes[pattern][operation.dim] for pattern in patterns]
+        (whole,) = targets
+        parts = whole.split(sizes, operation.dim)
+        return {pattern: [part.contiguous()] for pattern, part in zip(patterns, parts, strict=True)}
 
     def apply(
         self, converter: WeightConverter, tensors: Mapping[str, Sequence[Tensor]]
@@ -568,7 +591,7 @@ class _Matching:
                 continue
             converter = converter_of.get(pattern)
             if place not in groups:
-                groups[place] = Group({}, {}, converter, place, self.saved)
+                groups[place] = Group({}, {}, converter, place, self.saved, {})
             elif converter is None or groups[place].converter is not converter:
                 other = groups[place].source_names[0]
                 self.problems.append(f"{name}: becomes {place}, as does {other}")
@@ -603,6 +626,7 @@ class _Matching:
         n_values = 0
         for pattern, names in group.sources.items():
             sources[pattern] = [self._on_meta(name) for name in names]
+            group.shapes[pattern] = sources[pattern][0].shape
             n_values += sum(tensor.numel() for tensor in sources[pattern])
         converted = self._convert_on_meta(group, sources)
         if n_values != sum(tensor.numel() for tensor in converted.values()):
