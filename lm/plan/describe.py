@@ -94,12 +94,37 @@ def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     flops = count_flops_per_token(hp.lora, hp.model)
     if flops is not None:
         step += f", {flops * tokens / ranks.size / 1e12:,.1f} TFLOP on each"
-    return [
+    lines = [
         f"{hp.size_of_model}{trained} on {gpus} in {nodes}",
         f"{hp.parallel.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
         f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each GPU,"
         f" {step}",
     ]
+    is_in_node = 1 < mesh.shard <= ranks.per_node
+    is_in_16_bits = ranks.dtype is not None and hp.lora.base_dtype is None
+    if flops is not None and is_in_node and is_in_16_bits:
+        n_bytes = _count_traffic(hp) * (mesh.shard - 1) // mesh.shard
+        n_tokens = n_bytes / _LINK * _PRODUCTS / flops
+        lines.append(
+            f"a micro-step gathers and reduces {format_bytes(n_bytes)}: hidden from"
+            f" {n_tokens:,.0f} tokens on each GPU, at {_LINK / 1e9:.0f} GB/s between GPUs and"
+            f" {_PRODUCTS / 1e12:.0f} TFLOP/s"
+        )
+    return lines
+
+
+_LINK = 350e9
+"""bytes per second between the GPUs of a node with NVLink, in collectives"""
+_PRODUCTS = 400e12
+"""FLOPs per second: 40 % of an H100's peak in bfloat16"""
+
+
+def _count_traffic(hp: Hyperparameters) -> int:
+    """Return the bytes of all parameters that a micro-step all-gathers in 16 bits, and reduces."""
+    reduce_dtype: torch.dtype = getattr(torch, hp.parallel.reduce_dtype)
+    n_gathers = 2 if hp.parallel.reshard_after_forward else 1
+    gathered = n_gathers * hp.model.n_parameters * 2
+    return gathered + hp.n_trained_parameters * reduce_dtype.itemsize
 
 
 def describe_plan(args: argparse.Namespace) -> str:
