@@ -88,13 +88,10 @@ def reserve_port() -> int:
         raise ConfigError(f"{problem}; {remedy}") from None
     port: int = reserved.getsockname()[1]
     if sys.platform == "linux":
-        _reserved.append(reserved)
+        reserved.detach()  # and not closed
     else:  # where two sockets cannot share a port
         reserved.close()
     return port
-
-
-_reserved: list[socket.socket] = []
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
