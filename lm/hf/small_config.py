@@ -166,7 +166,7 @@ def _set_rates(config: dict[str, Any], rate: float) -> None:
         if isinstance(value, dict):
             _set_rates(value, rate)
         elif type(value) in (int, float) and any(word in key for word in _RANDOM):
-            config[key] = rate
+            config[key] = type(value)(rate)  # 0 where the class takes integers only
 
 
 def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
