@@ -103,13 +103,7 @@ def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     is_in_node = 1 < mesh.shard <= ranks.per_node
     is_in_16_bits = ranks.dtype is not None and hp.lora.base_dtype is None
     if flops is not None and is_in_node and is_in_16_bits:
-        n_bytes = _count_traffic(hp) * (mesh.shard - 1) // mesh.shard
-        n_tokens = n_bytes / _LINK * _PRODUCTS / flops
-        lines.append(
-            f"a micro-step gathers and reduces {format_bytes(n_bytes)}: hidden from"
-            f" {n_tokens:,.0f} tokens on each GPU, at {_LINK / 1e9:.0f} GB/s between GPUs and"
-            f" {_PRODUCTS / 1e12:.0f} TFLOP/s"
-        )
+        lines.append(_describe_traffic(hp, mesh.shard, flops))
     return lines
 
 
@@ -119,12 +113,23 @@ _PRODUCTS = 400e12
 """FLOPs per second: 40 % of an H100's peak in bfloat16"""
 
 
-def _count_traffic(hp: Hyperparameters) -> int:
-    """Return the bytes of all parameters that a micro-step all-gathers in 16 bits, and reduces."""
+def _describe_traffic(hp: Hyperparameters, n_shards: int, flops_per_token: float) -> str:
+    """Return a line on what a micro-step sends to a rank, and how many tokens compute as long.
+
+    Parameters are all-gathered in 16 bits.
+    """
     reduce_dtype: torch.dtype = getattr(torch, hp.parallel.reduce_dtype)
     n_gathers = 2 if hp.parallel.reshard_after_forward else 1
     gathered = n_gathers * hp.model.n_parameters * 2
-    return gathered + hp.n_trained_parameters * reduce_dtype.itemsize
+    reduced = hp.n_trained_parameters * reduce_dtype.itemsize
+    n_bytes = (gathered + reduced) * (n_shards - 1) // n_shards  # a rank has its shard
+    seconds = n_bytes / _LINK
+    n_tokens = seconds * _PRODUCTS / flops_per_token
+    speeds = f"{_LINK / 1e9:.0f} GB/s between GPUs and {_PRODUCTS / 1e12:.0f} TFLOP/s"
+    return (
+        f"a micro-step gathers and reduces {format_bytes(n_bytes)}: hidden from {n_tokens:,.0f}"
+        f" tokens on each GPU, at {speeds}"
+    )
 
 
 def describe_plan(args: argparse.Namespace) -> str:
