@@ -37,7 +37,7 @@ from lm.transformers_model import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
 _CONSTANTS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)|(.*\.)?position_ids")
 """Buffers that older versions of transformers save: causal masks, frequencies, positions."""
@@ -142,7 +142,7 @@ class Group:
     """name of the first target in `saved`"""
     saved: PreTrainedModel
     """the model that was saved, on the meta device, of which operations read shapes"""
-    shapes: dict[str, torch.Size]
+    shapes: Mapping[str, torch.Size]
     """of the (first) source of each pattern"""
 
     @property
@@ -176,9 +176,9 @@ class Group:
         """
         if self.converter is None:
             return {pattern: list(targets.values()) for pattern in self.sources}
-        split = self._split_concatenated(list(targets.values()))
-        if split is not None:
-            return split
+        if self._is_concatenation:
+            (whole,) = targets.values()
+            return self._split(whole)
         reverse = cast("WeightConverter", self.converter.reverse_transform())
         inputs: dict[str, list[Tensor]] = {}
         patterns = zip(self.converter.target_patterns, reverse.source_patterns, strict=True)
@@ -200,22 +200,25 @@ class Group:
                 sources[pattern] = found
         return sources
 
-    def _split_concatenated(self, targets: Sequence[Tensor]) -> dict[str, list[Tensor]] | None:
-        """Return the sources of a group that are concatenated, and nothing else; else None.
-
-        Each has its own size, where transformers would make parts of equal size.
-        """
+    @property
+    def _is_concatenation(self) -> bool:
+        """Whether the only target is one source of each pattern after another."""
+        if self.converter is None or len(self.source_names) > len(self.sources):
+            return False
         from transformers.core_model_loading import Concatenate
 
-        assert self.converter is not None
         operation, *others = self.converter.operations
-        is_one_of_each = len(self.source_names) == len(self.shapes)
-        if others or not isinstance(operation, Concatenate) or not is_one_of_each:
-            return None
-        patterns = [each for each in self.converter.source_patterns if each in self.shapes]
-        sizes = [self.shapes[pattern][operation.dim] for pattern in patterns]
-        (whole,) = targets
-        parts = whole.split(sizes, operation.dim)
+        return isinstance(operation, Concatenate) and not others
+
+    def _split(self, whole: Tensor) -> dict[str, list[Tensor]]:
+        """Return the concatenated sources by pattern, each of its size in the files.
+
+        transformers would make parts of equal size.
+        """
+        assert self.converter is not None
+        dim = cast("Concatenate", self.converter.operations[0]).dim
+        patterns = [each for each in self.converter.source_patterns if each in self.sources]
+        parts = whole.split([self.shapes[pattern][dim] for pattern in patterns], dim)
         return {pattern: [part.contiguous()] for pattern, part in zip(patterns, parts, strict=True)}
 
     def apply(
@@ -532,7 +535,8 @@ class _Matching:
                 self.other_parts += group.source_names
                 continue
             try:
-                targets = self._find_targets(group)
+                sources = self._sources_on_meta(group)
+                targets = self._find_targets(group, sources)
             except _MisfitError as error:
                 self.problems.append(f"{source}: {error}")
                 filled_by[self.names[group.first_place]] = source
@@ -541,7 +545,8 @@ class _Matching:
                 if name in filled_by:
                     self.problems.append(f"{source}: becomes {name}, as does {filled_by[name]}")
                 filled_by[name] = source
-            found.append(replace(group, targets=targets))
+            shapes = {pattern: tensors[0].shape for pattern, tensors in sources.items()}
+            found.append(replace(group, targets=targets, shapes=shapes))
 
         filled: dict[str, str] = {}
         """the first of tied names that is filled, by the first of them"""
@@ -616,18 +621,22 @@ class _Matching:
         else:
             self.unused.append(name)
 
-    def _find_targets(self, group: Group) -> dict[str, str]:
+    def _sources_on_meta(self, group: Group) -> dict[str, list[Tensor]]:
+        """Return tensors as the sources of `group`, by pattern, on the meta device."""
+        return {
+            pattern: [self._on_meta(name) for name in names]
+            for pattern, names in group.sources.items()
+        }
+
+    def _find_targets(
+        self, group: Group, sources: Mapping[str, Sequence[Tensor]]
+    ) -> dict[str, str]:
         """Return the names in the network of what `group` becomes, by pattern.
 
         Raises:
             _MisfitError: the shapes or dtypes do not fit.
         """
-        sources: dict[str, list[Tensor]] = {}
-        n_values = 0
-        for pattern, names in group.sources.items():
-            sources[pattern] = [self._on_meta(name) for name in names]
-            group.shapes[pattern] = sources[pattern][0].shape
-            n_values += sum(tensor.numel() for tensor in sources[pattern])
+        n_values = sum(tensor.numel() for tensors in sources.values() for tensor in tensors)
         converted = self._convert_on_meta(group, sources)
         if n_values != sum(tensor.numel() for tensor in converted.values()):
             raise _MisfitError(f"has more values than what it becomes, {group.first_place}")
