@@ -42,13 +42,14 @@ from determined import core
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lm import config, sampling, seeds
+from lm import sampling, seeds
 from lm.checkpoint.checkpointer import Checkpointer, State
 from lm.checkpoint.manifest import TrainingProgress
 from lm.checkpoint.open_store import open_store
 from lm.checkpoint.store import CheckpointStore
 from lm.command_line import parse_arguments
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters, distinguishing
+from lm.config.reading import read_hyperparameters
 from lm.data.loader import Batch, Loader
 from lm.data.progress import progress_bar
 from lm.data.validation import ValidationSums
@@ -115,14 +116,14 @@ def read_job(args: Namespace) -> Job:
     """Read the hyperparameters: the trial's on a cluster, else the file's and the arguments'."""
     trial = master.trial_info()
     if trial is not None:
-        hp = config.read_hyperparameters(
+        hp = read_hyperparameters(
             read_experiment(trial), args.overrides, "trial", defaults=adapters.model_defaults
         )
         return Job(hp, trial, None, args.dry_run)
     from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
 
     experiment, lines = strict_yaml.load_experiment(args.config)
-    hp = config.read_hyperparameters(
+    hp = read_hyperparameters(
         experiment, args.overrides, str(args.config), lines, adapters.model_defaults
     )
     run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
@@ -347,7 +348,7 @@ class Trainer:
         missing = progress.missing_reports()
         values = run.info.hyperparameters
         self.signals.install()  # before this, there is nothing to save
-        self.logger.start(self.step, missing, values, config.distinguishing(values))
+        self.logger.start(self.step, missing, values, distinguishing(values))
         self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
 
     def train(self) -> None:

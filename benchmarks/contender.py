@@ -31,7 +31,8 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
-from lm import config  # noqa: E402
+from lm.config.hyperparameters import Hyperparameters  # noqa: E402
+from lm.config.reading import load_hyperparameters  # noqa: E402
 from lm.data.config import derive_global_batch_size  # noqa: E402
 from lm.hf import adapters  # noqa: E402
 from lm.launch.launch import Launch  # noqa: E402
@@ -124,7 +125,7 @@ def _find_peak_flops(world: World) -> float | None:
     return sum(world.all_gather_object(flops / min(seconds)))
 
 
-def train_ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def train_ours(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     """Train with `fsdp.execute`, including data and reports."""
     from determined import core
 
@@ -146,9 +147,7 @@ def train_ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
         fsdp.execute(job, world, context, store, StepObserver(world, pacer))
 
 
-def train_fsdp1(
-    world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.dtype | None
-) -> None:
+def train_fsdp1(world: World, hp: Hyperparameters, pacer: Pacer, dtype: torch.dtype | None) -> None:
     """Train our model with FSDP1, transformer_auto_wrap_policy, autocast and AdamW."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -170,7 +169,7 @@ def train_fsdp1(
         optimizer.zero_grad()
 
 
-def shard_fully(world: World, hp: config.Hyperparameters, model: Transformer) -> nn.Module:
+def shard_fully(world: World, hp: Hyperparameters, model: Transformer) -> nn.Module:
     """Shard our model with FSDP2, as its tutorial does."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -182,7 +181,7 @@ def shard_fully(world: World, hp: config.Hyperparameters, model: Transformer) ->
     return model
 
 
-def replicate(world: World, hp: config.Hyperparameters, model: Transformer) -> nn.Module:  # noqa: ARG001
+def replicate(world: World, hp: Hyperparameters, model: Transformer) -> nn.Module:  # noqa: ARG001
     """Replicate our model with DistributedDataParallel."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -192,9 +191,9 @@ def replicate(world: World, hp: config.Hyperparameters, model: Transformer) -> n
 
 def train_loop(
     world: World,
-    hp: config.Hyperparameters,
+    hp: Hyperparameters,
     pacer: Pacer,
-    distribute: Callable[[World, config.Hyperparameters, Transformer], nn.Module],
+    distribute: Callable[[World, Hyperparameters, Transformer], nn.Module],
 ) -> None:
     """Train our model in the loop of PyTorch's tutorials: clipped gradients, fused AdamW."""
     torch.manual_seed(0)
@@ -208,7 +207,7 @@ def train_loop(
         optimizer.zero_grad()
 
 
-def build_of_transformers(hp: config.Hyperparameters) -> Any:
+def build_of_transformers(hp: Hyperparameters) -> Any:
     """Return Hugging Face's model of the same shape, or of the closest one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -225,7 +224,7 @@ def build_of_transformers(hp: config.Hyperparameters) -> Any:
     return AutoModelForCausalLM.from_config(built, attn_implementation="sdpa")
 
 
-def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def train_transformers(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     """Train Hugging Face's model of the same shape with FSDP2 and the dtype of `hp`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -243,7 +242,7 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
         optimizer.zero_grad()
 
 
-def convert_to_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
+def convert_to_llama(hp: Hyperparameters) -> Hyperparameters:
     """Return Llama's architecture with the width, depth and vocabulary of `hp`."""
     if hp.own_model.positions == "rope":
         return hp
@@ -251,7 +250,7 @@ def convert_to_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
     return hp.replace(**llama)
 
 
-def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def train_torchtitan(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     """Train torchtitan's Llama in bfloat16, compiled, sharded and clipped by torchtitan."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.loss import build_cross_entropy_loss
@@ -307,7 +306,7 @@ def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> 
 
 
 def _batches(
-    world: World, hp: config.Hyperparameters, pacer: Pacer
+    world: World, hp: Hyperparameters, pacer: Pacer
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's inputs and targets of every step, random tokens."""
     batch_size = derive_global_batch_size(hp.data, world.size) // world.size
@@ -321,7 +320,7 @@ def _batches(
         step += 1
 
 
-def fine_tune_with_trl(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def fine_tune_with_trl(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     """Train adapters with TRL in one process; a step is `batch_size` records, padded alike."""
     import datasets
     import trl
@@ -358,7 +357,7 @@ def fine_tune_with_trl(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     trainer.train()
 
 
-def load(world: World, hp: config.Hyperparameters, pacer: Pacer, *, with_dcp: bool) -> None:
+def load(world: World, hp: Hyperparameters, pacer: Pacer, *, with_dcp: bool) -> None:
     """Load weights and moments: as a run does, which compares checksums, or with PyTorch's DCP."""
     import torch.distributed.checkpoint as dcp
 
@@ -387,7 +386,7 @@ def load(world: World, hp: config.Hyperparameters, pacer: Pacer, *, with_dcp: bo
     train_ours(world, hp, pacer)
 
 
-def generate(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def generate(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     """Continue `batch_size` prompts by `num_tokens` greedy tokens each."""
     from lm import sampling
 
@@ -408,7 +407,7 @@ def generate(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
             pass
 
 
-def generate_with_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def generate_with_transformers(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     """Continue as many prompts by as many greedy tokens with transformers."""
     model = build_of_transformers(hp).to(world.device).eval()
     prompts = _make_prompts(hp).to(world.device)
@@ -424,12 +423,12 @@ def generate_with_transformers(world: World, hp: config.Hyperparameters, pacer: 
         )
 
 
-def _make_prompts(hp: config.Hyperparameters) -> torch.Tensor:
+def _make_prompts(hp: Hyperparameters) -> torch.Tensor:
     """Return prompts of 32 random tokens."""
     return torch.randint(hp.model.vocab_size, (hp.data.batch_size, 32))
 
 
-TRAINERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = {
+TRAINERS: dict[str, Callable[[World, Hyperparameters, Pacer], None]] = {
     "ours": train_ours,
     "fsdp1-float32": partial(train_fsdp1, dtype=None),
     "fsdp1-bfloat16": partial(train_fsdp1, dtype=torch.bfloat16),
@@ -449,7 +448,7 @@ def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
     week = 604800.0  # seconds, as a contender waits while others train
-    hp = config.load_hyperparameters(Path(file), overrides, adapters.model_defaults)
+    hp = load_hyperparameters(Path(file), overrides, adapters.model_defaults)
     hp = hp.replace(collective_timeout=week)
     with join_world(launch, week) as world:
         TRAINERS[name](world, hp, Pacer(world))

@@ -44,7 +44,7 @@ from benchmarks.common import REPOSITORY, STEP, compute_shares
 from benchmarks.gpu import Row
 from benchmarks.observer import StepObserver
 from lm.checkpoint.store import ClusterCheckpoints
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import TensorBytes, launch_command, make_environment
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.memory import count_state
 from lm.training import parallelize
 from model import Transformer

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import TensorBytes
 from benchmarks.observer import StepObserver
-from lm import config
 from lm.checkpoint.open_store import open_store
+from lm.config.reading import read_hyperparameters
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
@@ -51,7 +51,7 @@ def measure_run(
     The transient bytes are those of `steps` steps on rank 0.
     """
     endless = {"max_steps": 10**6, "report_rate": 10**6}
-    hp = config.read_hyperparameters({"hyperparameters": point | endless}, [], "point")
+    hp = read_hyperparameters({"hyperparameters": point | endless}, [], "point")
     found = TensorBytes()
     stages = _observe_steps(steps, found)
     with suppress(StopIteration):

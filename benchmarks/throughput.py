@@ -49,7 +49,7 @@ from benchmarks.common import (
     make_environment,
 )
 from benchmarks.contender import MARK, convert_to_llama
-from lm import config
+from lm.config.reading import load_hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.launch.spawn import default_n_ranks
 
@@ -226,7 +226,7 @@ def _expect_result(
 ) -> Result:
     """Return the result of a contender, before it is measured."""
     _, *changes = name.split("+")
-    hp = config.load_hyperparameters(args.config, [*overrides, *changes])
+    hp = load_hyperparameters(args.config, [*overrides, *changes])
     if name == "torchtitan":
         hp = convert_to_llama(hp)
     tokens = derive_global_batch_size(hp.data, args.nproc) * hp.model.max_seq_len

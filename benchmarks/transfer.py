@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lm import config
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
+from lm.config.reading import read_hyperparameters
 from lm.data.loader import Loader
 from lm.data.run_data import open_data
 from lm.training import optim, parallelize
@@ -142,7 +142,7 @@ class Run:
     """A model that trains on one thread, with the parts of the trainer."""
 
     def __init__(self, settings: Row) -> None:
-        hp = config.read_hyperparameters({"hyperparameters": SETTINGS | settings}, [], "benchmark")
+        hp = read_hyperparameters({"hyperparameters": SETTINGS | settings}, [], "benchmark")
         self.hp: Hyperparameters = hp
         seed = hp.run.seed
         assert seed is not None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lm.config import PARTS, SCHEMA, key_rows, preset_rows, summary
+from lm.config.hyperparameters import PARTS, SCHEMA
+from lm.config.table import key_rows, preset_rows, summary
 
 PAGE = Path(__file__).with_name("hyperparameters.md")
 EDITOR_SCHEMA = Path(__file__).with_name("hyperparameters.schema.json")

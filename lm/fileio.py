@@ -26,6 +26,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from lm.errors import make_printable
 
+REPOSITORY = Path(__file__).parent.parent
+"""The directory of fsdp.py."""
 MAX_JSON_BYTES = 8 << 20
 """Of a manifest, a config.json, an index or a safetensors header.
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import determined as det
 
-from lm.config import DEFAULT_SEED, REPOSITORY, Hyperparameters
+from lm.config.hyperparameters import DEFAULT_SEED, Hyperparameters
 from lm.data.dataset import validation_metric_names
 from lm.data.run_data import Data
 from lm.data.tokenizer import CHAT_TEMPLATE
 from lm.determined.search import Searcher
 from lm.errors import ConfigError
+from lm.fileio import REPOSITORY
 from lm.objectives.config import LARGER_IS_BETTER
 from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task, metric_names

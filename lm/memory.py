@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from lm.config import REPOSITORY, Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError
+from lm.fileio import REPOSITORY
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
 from lm.runtime.failures import is_out_of_memory, out_of_memory_error

@@ -20,7 +20,7 @@ import torch
 
 from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.store import CheckpointStore
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.run_data import TOKENIZED_ONCE, Data, open_data
 from lm.data.windows import check_token_files

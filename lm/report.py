@@ -268,7 +268,7 @@ def _find_differences(runs: Sequence[RunRecords]) -> list[dict[str, str]]:
 
     What the config of an older version lacks has its default.
     """
-    from lm.config import FIELDS
+    from lm.config.hyperparameters import FIELDS
 
     defaults = {key: field.get_default(call_default_factory=True) for key, field in FIELDS.items()}
     columns: list[dict[str, str]] = []

@@ -35,7 +35,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.store import CheckpointStore
 from lm.command_line import rerun_command
-from lm.config import FIELDS
+from lm.config.hyperparameters import FIELDS
 from lm.data.config import DataConfig
 from lm.determined.search import OTHER_INPUTS, search_inputs
 from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error

@@ -20,7 +20,7 @@ def start_run() -> None:
     arguments = parse_arguments()
     if "DET_TRIAL_ID" not in os.environ:  # a trial's hyperparameters are the master's
         announce("checking the hyperparameters")
-        from lm.config import check_values  # after the first line, as it imports more
+        from lm.config.reading import check_values  # after the first line, as it imports more
 
         try:
             check_values(arguments.config, arguments.overrides)

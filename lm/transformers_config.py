@@ -73,6 +73,12 @@ class TransformersConfig(Config, frozen=True):
         """The name of the class in transformers, e.g. "lfm2"."""
         return str(self.transformers_config.get("model_type"))
 
+    @property
+    def reason_against_bfloat16(self) -> str:
+        """What an examination in bfloat16 has found."""
+        found = self.examined.details.get("bfloat16")
+        return f"{self.model_type} in bfloat16 is not as exact as its class itself ({found})"
+
     def notes(self) -> list[str]:
         """Return a line on each thing that is done otherwise than for other models, or not."""
         examined = self.examined

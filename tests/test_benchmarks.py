@@ -20,7 +20,7 @@ from benchmarks.common import SHARES, STEP, compute_shares
 from benchmarks.curves import compute_deviations
 from benchmarks.sharding import PARTS, STRATEGIES, count_gathered_bytes, run_ranks
 from benchmarks.table import Row, measure
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.plan import fit

@@ -16,7 +16,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm import command_line, config
+from lm import command_line
+from lm.config import __main__ as lm_config
+from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
+from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError
 from lm.fields import CHANGES, need_of
 from lm.model_config import FORMER_KEYS
@@ -38,7 +41,7 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refusal:
     def load(source: str, *overrides: str) -> ConfigError:
         Path("exp.yaml").write_text(source)
         with pytest.raises(ConfigError) as refused:
-            config.load_hyperparameters(Path("exp.yaml"), overrides)
+            load_hyperparameters(Path("exp.yaml"), overrides)
         assert refused.value.exit_code == 2
         return refused.value
 
@@ -47,9 +50,9 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refusal:
 
 def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
     """The hyperparameters that are set, without defaults."""
-    hp = config.read_hyperparameters({"hyperparameters": hyperparameters}, overrides, "test")
+    hp = read_hyperparameters({"hyperparameters": hyperparameters}, overrides, "test")
     values: dict[str, Any] = {}
-    for part in config.PARTS:
+    for part in PARTS:
         values |= getattr(hp, part).model_dump(exclude_unset=True)
     return values
 
@@ -176,7 +179,7 @@ def test_keys_of_earlier_versions_are_refused_if_they_change_the_model(refusal: 
     """A run's config.yaml has all keys, also those that its model does not use."""
     unused = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in FORMER_KEYS.items())
     contents = yaml.safe_load(f"hyperparameters:\n  lr: 1\n{unused}")
-    assert config.read_hyperparameters(contents, [], "exp.yaml").optim.lr == 1
+    assert read_hyperparameters(contents, [], "exp.yaml").optim.lr == 1
     used = "  layer_pattern: [{sliding_window: 4}]\n  residual_multiplier: 0.5\n"
     error = refusal(f"hyperparameters:\n{used}", "logits_scaling=2")
     where = ["exp.yaml:2: layer_pattern", "exp.yaml:3: residual_multiplier"]
@@ -257,7 +260,7 @@ def test_invalid_value_names_the_nearest(argument: str, advice: str, refusal: Re
     ],
 )
 def test_quotes_around_a_string_argument_are_not_its_own(text: str, value: str) -> None:
-    hp = config.read_hyperparameters({"hyperparameters": {}}, [f"prompt={text}"], "exp.yaml")
+    hp = read_hyperparameters({"hyperparameters": {}}, [f"prompt={text}"], "exp.yaml")
     assert hp.run.prompt == value
 
 
@@ -266,7 +269,7 @@ def test_number_formats(spelling: str, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}"
     )
-    hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
+    hp = load_hyperparameters(tmp_path / "exp.yaml", [])
     assert (hp.optim.lr, hp.own_model.n_layers, hp.own_model.d_model) == (1e-4, 4, 1000)
 
 
@@ -278,13 +281,13 @@ def test_boolean_formats(spelling: str, value: bool, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n"
     )
-    hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
+    hp = load_hyperparameters(tmp_path / "exp.yaml", [])
     assert (hp.own_model.tie_embeddings, hp.parallel.compile) == (value, value)
 
 
 def test_octal_integers_are_those_of_determined(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text("hyperparameters:\n  max_steps: 010\n")
-    assert config.load_hyperparameters(tmp_path / "exp.yaml", []).run.max_steps == 8
+    assert load_hyperparameters(tmp_path / "exp.yaml", []).run.max_steps == 8
 
 
 @pytest.mark.parametrize("text", ["1:30", "1:30.5", "-1:30:00"])
@@ -434,7 +437,7 @@ def test_experiment_sections_are_not_hyperparameters(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         "checkpoint_storage:\n  type: shared_fs\nhyperparameters:\n  lr: 1\n"
     )
-    hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
+    hp = load_hyperparameters(tmp_path / "exp.yaml", [])
     assert hp.checkpoint.checkpoint_storage is None
 
 
@@ -473,13 +476,13 @@ def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (Path("/dev/zero"), "has more than 131,072 bytes"),
     ):
         with pytest.raises(ConfigError, match=f"^{path}: {part}"):
-            config.load_hyperparameters(path, [])
+            load_hyperparameters(path, [])
 
 
 def test_misspelt_config_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").touch()
     with pytest.raises(ConfigError) as refused:
-        config.load_hyperparameters(tmp_path / "quikstart.yaml", [])
+        load_hyperparameters(tmp_path / "quikstart.yaml", [])
     assert str(refused.value).endswith(f"did you mean {tmp_path / 'quickstart.yaml'}?")
 
 
@@ -488,16 +491,16 @@ def test_unknown_keys_are_refused_soon_and_in_few_lines(tmp_path: Path) -> None:
     path.write_text("hyperparameters:\n" + "".join(f"  k{i}: 1\n" for i in range(8000)))
     started = time.process_time()
     with pytest.raises(ConfigError) as refused:
-        config.load_hyperparameters(path, [])
+        load_hyperparameters(path, [])
     assert time.process_time() - started < 5
     assert len(refused.value.problems) == 21
     assert "7,980" in refused.value.problems[-1]
 
 
 def test_empty_hyperparameters_are_all_defaults() -> None:
-    assert config.read_hyperparameters(
-        {"hyperparameters": None}, [], "test"
-    ) == config.Hyperparameters.from_flat({})
+    assert read_hyperparameters({"hyperparameters": None}, [], "test") == Hyperparameters.from_flat(
+        {}
+    )
 
 
 # ---- Determined's forms
@@ -519,7 +522,7 @@ def test_max_length_is_the_default_length_of_a_run(
     searcher: Any, hyperparameters: dict[str, Any], steps: int | None
 ) -> None:
     assert (
-        config.read_hyperparameters(
+        read_hyperparameters(
             {"searcher": searcher, "hyperparameters": hyperparameters}, [], "test"
         ).run.max_steps
         == steps
@@ -557,7 +560,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(NAMES | st.just("factor"), inner),
     max_leaves=5,
 )
-KEYS = st.sampled_from([*config.FIELDS]) | NAMES
+KEYS = st.sampled_from([*FIELDS]) | NAMES
 
 
 def problems(load: Callable[[], Any]) -> tuple[str, ...]:
@@ -582,8 +585,7 @@ def test_any_experiment_gives_one_line_per_problem(
     contents: dict[str, Any], overrides: list[str]
 ) -> None:
     assert not any(
-        "\n" in line
-        for line in problems(lambda: config.read_hyperparameters(contents, overrides, "test"))
+        "\n" in line for line in problems(lambda: read_hyperparameters(contents, overrides, "test"))
     )
 
 
@@ -611,17 +613,15 @@ def test_any_file_gives_one_line_per_problem(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(f"hyperparameters:\n  {source}", encoding="utf-8", errors="replace")
-    assert not any("\n" in line for line in problems(lambda: config.load_hyperparameters(path, [])))
+    assert not any("\n" in line for line in problems(lambda: load_hyperparameters(path, [])))
 
 
 # ---- the keys
 
 
 def test_hyperparameters_have_one_part_and_a_description() -> None:
-    fields = [
-        (key, field) for part in config.PARTS.values() for key, field in part.model_fields.items()
-    ]
-    assert sorted(key for key, _ in fields) == sorted(config.FIELDS)
+    fields = [(key, field) for part in PARTS.values() for key, field in part.model_fields.items()]
+    assert sorted(key for key, _ in fields) == sorted(FIELDS)
     assert all(field.description for _, field in fields)
 
 
@@ -665,7 +665,7 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def test_all_keys_that_need_another_one_are_tested() -> None:
-    assert READ_WITH.keys() == {key for key, info in config.FIELDS.items() if need_of(info)}
+    assert READ_WITH.keys() == {key for key, info in FIELDS.items() if need_of(info)}
 
 
 @pytest.mark.parametrize("key", READ_WITH)
@@ -677,28 +677,28 @@ def test_key_that_nothing_reads_is_refused_or_dropped(
     common = {"dataset": "jsonl", "init_from": "x", "vocab_size": 64}
     common |= {"ffn": "swiglu", "bias": "none"}
     both = {"hyperparameters": common | other | {key: value}}
-    config.read_hyperparameters(both, [], "exp.yaml")
+    read_hyperparameters(both, [], "exp.yaml")
     with pytest.raises(ConfigError, match=f"^exp.yaml: {key}: needs {needed}") as refused:
-        config.read_hyperparameters({"hyperparameters": {key: value}}, [], "exp.yaml")
+        read_hyperparameters({"hyperparameters": {key: value}}, [], "exp.yaml")
     assert len(refused.value.problems) == 1
-    default = config.FIELDS[needed].default
+    default = FIELDS[needed].default
     default_text = json.dumps(default).strip('"')
-    hp = config.read_hyperparameters(both, [f"{needed}={default_text}"], "exp.yaml")
-    assert hp.to_flat()[key] == json.loads(json.dumps(config.FIELDS[key].default))
+    hp = read_hyperparameters(both, [f"{needed}={default_text}"], "exp.yaml")
+    assert hp.to_flat()[key] == json.loads(json.dumps(FIELDS[key].default))
     assert f"overrides {key}: " in capsys.readouterr().err, "what is dropped is said"
 
 
 def test_all_problems_of_a_combination_are_listed() -> None:
     five = {"float8": "rowwise", "max_seq_len": 100, "optimizer": "muon", "cpu_offload": True}
     with pytest.raises(ConfigError) as refused:
-        config.read_hyperparameters({"hyperparameters": five | {"lora_rank": 4}}, [], "exp.yaml")
+        read_hyperparameters({"hyperparameters": five | {"lora_rank": 4}}, [], "exp.yaml")
     keys = [problem.split(": ")[1] for problem in refused.value.problems]
     assert keys == ["float8", "optimizer", "optimizer", "lora_rank", "float8"]
 
 
-@pytest.mark.parametrize("key", config.FIELDS)
+@pytest.mark.parametrize("key", FIELDS)
 def test_hyperparameters_say_what_a_change_means(key: str) -> None:
-    field = config.FIELDS[key]
+    field = FIELDS[key]
     marks = [mark for mark in field.metadata if mark in CHANGES]
     assert len(marks) == 1, f"{key}: mark its type as Fixed, Logged or Unlogged (lm/fields.py)"
 
@@ -713,7 +713,7 @@ def test_invalid_config_exits_with_2_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_shard_group_size_must_divide_the_ranks() -> None:
-    hp = config.read_hyperparameters(
+    hp = read_hyperparameters(
         {"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test"
     )
     with pytest.raises(ConfigError, match=r"^shard_group_size: 6 ranks .*\[1, 2, 3, 6\]"):
@@ -903,9 +903,9 @@ def test_rerun_command_of_plain_overrides_is_easy_to_read(monkeypatch: pytest.Mo
 def test_model_override_replaces_the_shape_in_the_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def read(*overrides: str) -> config.Hyperparameters:
+    def read(*overrides: str) -> Hyperparameters:
         shape = {"d_model": 64, "n_kv_heads": 2, "dropout": 0.1, "lr": 1e-3}
-        return config.read_hyperparameters({"hyperparameters": shape}, overrides, "exp.yaml")
+        return read_hyperparameters({"hyperparameters": shape}, overrides, "exp.yaml")
 
     small = read("model=gpt2", "n_layers=2")
     shown = capsys.readouterr()
@@ -935,14 +935,14 @@ def test_lora_rank_override_turns_adapters_off(
             "lora_dropout": 0.1,
         }
     }
-    hp = config.read_hyperparameters(file, ["lora_rank=null"], "exp.yaml")
+    hp = read_hyperparameters(file, ["lora_rank=null"], "exp.yaml")
     assert (hp.lora.lora_rank, hp.lora.lora_alpha, hp.lora.lora_dropout) == (None, 16.0, 0.0)
     assert (
         "lora_rank=null overrides lora_alpha: 32, lora_dropout: 0.1 of exp.yaml\n"
         in capsys.readouterr().err
     )
     with pytest.raises(ConfigError) as refused:
-        config.read_hyperparameters(file, ["lora_rank=null", "lora_alpha=8"], "exp.yaml")
+        read_hyperparameters(file, ["lora_rank=null", "lora_alpha=8"], "exp.yaml")
     assert named_keys(refused.value) >= {"lora_alpha", "lora_rank"}
 
 
@@ -951,20 +951,20 @@ def test_config_command_describes_keys_and_presets(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for arguments in ([], ["--presets"], ["lr", "rope_scaling"]):
-        assert config.main(arguments) == 0
+        assert lm_config.main(arguments) == 0
         output = capsys.readouterr().out
         assert max(map(len, output.splitlines())) <= 100
         assert all(
             key in output for key in (PRESETS if "--presets" in arguments else arguments or TINY)
         )
-    assert config.main(["learning_rate"]) == 2
+    assert lm_config.main(["learning_rate"]) == 2
     assert capsys.readouterr().err.endswith("did you mean lr?\n")
 
 
 def test_config_command_groups_keys_by_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config.main([]) == 0
+    assert lm_config.main([]) == 0
     blocks = capsys.readouterr().out.split("\n\n")
-    for part, heading, keys in zip(config.PARTS.values(), blocks[::2], blocks[1::2], strict=True):
+    for part, heading, keys in zip(PARTS.values(), blocks[::2], blocks[1::2], strict=True):
         assert heading == (part.__doc__ or "").splitlines()[0]
         listed = [line.split()[0] for line in keys.splitlines() if not line.startswith(" ")]
         assert listed == list(part.model_fields)
@@ -974,7 +974,7 @@ def test_names_of_other_trainers_are_translated() -> None:
     with pytest.raises(
         ConfigError, match=r"learning_rate: .* lr\?\n.*train_batch_size: .* batch_size\?$"
     ):
-        config.read_hyperparameters(
+        read_hyperparameters(
             {"hyperparameters": {}}, ["learning_rate=1", "per_device_train_batch_size=2"], "test"
         )
 

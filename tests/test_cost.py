@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lm import config
+from lm.config.reading import read_hyperparameters
 from model import Transformer
 from tests.support.models import unit_sizes
 from tests.support.ranks import run_ranks
@@ -67,7 +67,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCount
 
 def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     """The collectives of a step, from the parameter counts."""
-    hp = config.read_hyperparameters({"hyperparameters": COUNTED_RUN | changes}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": COUNTED_RUN | changes}, [], "test")
     *blocks, embedding, head = unit_sizes(hp.own_model)
     blocks, ends = blocks if hp.parallel.layer_wrap else [], [embedding, head]
     units = (

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from docs import rooms
-from lm import config
+from lm.config.hyperparameters import FIELDS
 from tests.support import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 GENERATED = REPOSITORY / "docs" / "hyperparameters.md"
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-KEYS = set(config.FIELDS)
+KEYS = set(FIELDS)
 
 SPOKEN = [
     *PAGES,

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lm import config
+from lm.config.hyperparameters import Hyperparameters
+from lm.config.reading import read_hyperparameters
 from lm.data.run_data import open_data
 from lm.determined.search import Searcher
 from lm.errors import ConfigError
@@ -131,7 +132,7 @@ def log_prob(model: nn.Module, example: Example) -> Tensor:
     return of_tokens[example.n_prompt - 1 :].sum()
 
 
-def defined_steps(sources: Sources, hp: config.Hyperparameters) -> list[dict[str, float]]:
+def defined_steps(sources: Sources, hp: Hyperparameters) -> list[dict[str, float]]:
     """The loss and rewards of each step of DPO, one reply at a time."""
     from transformers import AutoModelForCausalLM
 
@@ -192,7 +193,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_dpo_is_its_definition(name: str, sources: Sources, tmp_path: Path) -> None:
     settings = sources.settings(**VARIANTS[name])
-    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
     run_fsdp(tmp_path, config=settings, code=0)
     reports = read_reports(tmp_path)
     for number, expected in enumerate(defined_steps(sources, hp), start=1):
@@ -236,7 +237,7 @@ class TRLRun(NamedTuple):
 
 
 def train_with_trl(
-    sources: Sources, hp: config.Hyperparameters, changes: dict[str, Any], folder: Path
+    sources: Sources, hp: Hyperparameters, changes: dict[str, Any], folder: Path
 ) -> TRLRun:
     """Train all weights, or adapters that start as ours do, with TRL."""
     import peft
@@ -313,7 +314,7 @@ def train_with_trl(
 def test_dpo_trains_as_trl(name: str, sources: Sources, tmp_path: Path) -> None:
     changes = {"max_steps": TRL_STEPS, "validation_rate": TRL_STEPS, "lr": 1e-3}
     settings = sources.settings(**changes, **TRL[name].changes)
-    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
     run_fsdp(tmp_path, config=settings, script=SAVE_FIRST_GRADIENTS, code=0)
     expected = train_with_trl(sources, hp, TRL[name].arguments, tmp_path / "trl")
 
@@ -588,7 +589,7 @@ def test_a_step_takes_the_memory_of_fine_tuning_on_as_many_tokens() -> None:
     peaks: list[int] = []
     for changes in ({}, {"objective": "dpo", "init_from": "x"}):
         values = shape | {"dataset": "jsonl", "vocab_size": 128256} | changes
-        hp = config.read_hyperparameters({"hyperparameters": values}, [], "test")
+        hp = read_hyperparameters({"hyperparameters": values}, [], "test")
         phases = measure_step(hp, ranks)
         peaks.append(device_bytes(phases[find_peak(phases)]))
     fine_tuning, dpo = peaks
@@ -603,7 +604,7 @@ def test_a_search_compares_metrics_of_preferences(
     metric: str, smaller: bool, sources: Sources
 ) -> None:
     settings = sources.settings(val_data={"a": str(sources.pairs), "b": str(sources.pairs)})
-    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
     data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, 4, 7, pairs=True)
     for smaller_is_better in (False, True):
         experiment = {"name": "random", "metric": metric, "smaller_is_better": smaller_is_better}
@@ -638,5 +639,5 @@ def test_what_does_not_fit_to_dpo_is_refused(name: str) -> None:
     changes, keys = REFUSED[name]
     values = TINY | {"objective": "dpo", "dataset": "jsonl", "init_from": "x"} | changes
     with pytest.raises(ConfigError) as error:
-        config.read_hyperparameters({"hyperparameters": values}, [], "test")
+        read_hyperparameters({"hyperparameters": values}, [], "test")
     assert keys <= named_keys(error.value)

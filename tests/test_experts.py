@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lm import config
+from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError
 from lm.grouped_mm import grouped_mm
 from lm.hf.base import load_trained_model
@@ -439,7 +439,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_muon_orthogonalizes_the_matrices_of_each_expert() -> None:
     model = new_mixture()
     settings = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.0}
-    hp = config.read_hyperparameters({"hyperparameters": TINY | MIXTURE | settings}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": TINY | MIXTURE | settings}, [], "test")
     optimizer = Optimizer(hp.optim, model)
     gradients_of(model)
     expected: dict[nn.Parameter, Tensor] = {}
@@ -587,6 +587,6 @@ def test_bad_combinations_are_refused_in_one_line(changes: dict[str, Any], key: 
     if "dataset" not in changes:
         del values["train_data"], values["tokenizer"]
     with pytest.raises(ConfigError) as caught:
-        config.read_hyperparameters({"hyperparameters": values}, [], "test")
+        read_hyperparameters({"hyperparameters": values}, [], "test")
     assert [problem for problem in caught.value.problems if f" {key}: " in f" {problem}"]
     assert all("\n" not in problem for problem in caught.value.problems)

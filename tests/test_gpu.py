@@ -30,8 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp
 from benchmarks.observer import StepObserver
-from lm import config
 from lm.checkpoint.store import ClusterCheckpoints
+from lm.config.hyperparameters import Hyperparameters
 from lm.determined.context import TorchDistributedContext
 from lm.metrics.device import peak_flops
 from lm.runtime.world import World
@@ -84,8 +84,8 @@ TOLERANCES = {"bfloat16": 0.15, "float8": 0.4}
 Gradients = dict[str, np.ndarray]
 
 
-def read(settings: dict[str, Any]) -> config.Hyperparameters:
-    return config.Hyperparameters.from_flat(settings)
+def read(settings: dict[str, Any]) -> Hyperparameters:
+    return Hyperparameters.from_flat(settings)
 
 
 def release() -> None:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import kubeflow_trainer_api.models
 import pytest
 
-from lm import config
+from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError
 from lm.preflight import preflight
 from tests.support import REPOSITORY
@@ -117,7 +117,7 @@ def test_restart_when_stopped_needs_resume_auto(
     """Every restart would start over."""
     monkeypatch.setenv("RESTART_WHEN_STOPPED", "1")
     hp, nothing = (
-        config.read_hyperparameters({"hyperparameters": TINY | {"resume": resume}}, [], "test"),
+        read_hyperparameters({"hyperparameters": TINY | {"resume": resume}}, [], "test"),
         None,
     )
     with pytest.raises(ConfigError, match=f"^resume: {resume} .*RESTART_WHEN_STOPPED.* auto "):

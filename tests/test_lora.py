@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from fsdp import build_model
-from lm import config, generate
+from lm import generate
 from lm.checkpoint.contents import load_weights
 from lm.checkpoint.headers import read_headers
 from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
+from lm.config.hyperparameters import Hyperparameters
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
@@ -134,7 +135,7 @@ def require_adapters_close(folder: Path, expected: dict[str, torch.Tensor]) -> N
 
 
 def train_with_peft(
-    hp: config.Hyperparameters, base: Path, start: Path | None = None
+    hp: Hyperparameters, base: Path, start: Path | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and adapters of PEFT, from the same initial values on the same batches.
 

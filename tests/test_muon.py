@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
-from lm import config
+from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError
 from lm.hf import weights
 from lm.runtime.world import World
@@ -315,7 +315,7 @@ def test_muon_exchanges_rounds_of_small_matrices_together() -> None:
 def test_muon_is_refused_with(changes: dict[str, Any], key: str) -> None:
     settings = {"hyperparameters": TINY | {"optimizer": "muon"} | changes}
     with pytest.raises(ConfigError) as caught:
-        config.read_hyperparameters(settings, [], "test")
+        read_hyperparameters(settings, [], "test")
     assert named_keys(caught.value) >= {"optimizer", key}
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lm import evaluate, generate
 from lm.checkpoint.headers import read_headers
 from lm.checkpoint.manifest import read_manifest
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base

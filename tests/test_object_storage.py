@@ -30,7 +30,6 @@ import pytest
 from fsspec.registry import _registry
 from torch.distributed.fsdp import fully_shard
 
-from lm import config
 from lm.checkpoint import __main__ as command
 from lm.checkpoint import bucket
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
@@ -40,6 +39,7 @@ from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
+from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import reserve_port
 from lm.preflight import preflight
@@ -788,7 +788,7 @@ def test_az_errors_say_what_is_wrong(
 
 
 def test_checkpoint_storage_on_a_cluster_is_the_platforms() -> None:
-    hp = config.read_hyperparameters(
+    hp = read_hyperparameters(
         {"hyperparameters": TINY | {"checkpoint_storage": "s3://bucket"}}, [], "test"
     )
     nothing: Any = None

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp import build_model
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError
 from lm.runtime.world import MeshShape, World
 from lm.training import parallelize

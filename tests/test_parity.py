@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
-from lm import config
 from lm.checkpoint.headers import read_headers
+from lm.config.hyperparameters import Hyperparameters
+from lm.config.reading import read_hyperparameters
 from lm.data.run_data import open_data
 from lm.data.sampler import SampledSource
 from lm.runtime.world import MeshShape, World
@@ -38,9 +39,9 @@ from tests.support.ranks import in_world, run_ranks
 from tests.support.step_counts import Collective, count_steps_of_each
 
 
-def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSource, Transformer]:
+def setup(changes: dict[str, Any]) -> tuple[Hyperparameters, SampledSource, Transformer]:
     """The hyperparameters, samples and initial model of a run in one process."""
-    hp = config.read_hyperparameters({"hyperparameters": PARITY_RUN | changes}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": PARITY_RUN | changes}, [], "test")
     data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
     model = Transformer(hp.own_model)
@@ -334,7 +335,7 @@ def test_float8_checkpoints_are_those_of_bfloat16(float8_runs: Float8Runs) -> No
 def test_deterministic_selects_deterministic_kernels() -> None:
     def build(world: World) -> dict[str, Any]:
         settings = PARITY_RUN | {"deterministic": True, "compile": True}
-        hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+        hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
         build_model(hp, world.device_mesh(MeshShape(1, 1)), None)
         assert torch.are_deterministic_algorithms_enabled()
         return compiler_options()
@@ -352,7 +353,7 @@ def initial_weights(
     """The initial weights for each of `shardings`."""
     found = []
     for sharding in shardings:
-        hp = config.read_hyperparameters(
+        hp = read_hyperparameters(
             {"hyperparameters": PARITY_RUN | changes | {"sharding": sharding}}, [], "test"
         )
         shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
@@ -368,7 +369,7 @@ def initial_weights(
 @pytest.mark.slow
 def test_initial_weights_depend_on_no_world_size_or_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are drawn in 4 chunks each
-    hp = config.read_hyperparameters({"hyperparameters": PARITY_RUN | size}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": PARITY_RUN | size}, [], "test")
     plain = Transformer(hp.own_model)
     parallelize.initialize_parameters(plain, 7)
     for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"], size)[-1]:

@@ -18,7 +18,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp import build_model
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.data.loader import MicroBatch
 from lm.errors import ConfigError
 from lm.hf.small_config import small_configs

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
-from lm import config
+from lm.config.reading import read_hyperparameters
 from lm.runtime.world import World
 from lm.training import optim, parallelize
 from lm.transformers_model import AnyModel
@@ -30,7 +30,7 @@ WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # no world size divide
 def build(world: World, sharding: str, seed: int) -> tuple[AnyModel, optim.Optimizer]:
     """A sharded model initialized from `seed`, with moments twice its weights."""
     settings = TINY | WIDTH | sharding_of(sharding, world.size)
-    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
     shape = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
     model = build_model(hp, world.device_mesh(shape), None)
     parallelize.initialize_parameters(model, seed)

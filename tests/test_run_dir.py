@@ -20,8 +20,8 @@ import psutil
 import pytest
 import yaml
 
-from lm import config
 from lm.checkpoint.store import LocalCheckpoints
+from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.fileio import print_once
 from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
@@ -438,9 +438,9 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
 
 def test_run_dirs_config_yaml_resumes_the_run() -> None:
     run_dir = started()
-    hp = config.read_hyperparameters(
+    hp = read_hyperparameters(
         {"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test"
     )
     run_dir.start(hp.to_flat() | {"resume": "fresh"}, {"step": 0})
-    assert config.load_hyperparameters(run_dir.config, []) == hp.replace(run_name="x")
+    assert load_hyperparameters(run_dir.config, []) == hp.replace(run_name="x")
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

@@ -15,7 +15,7 @@ import yaml
 from determined.common import context
 
 from docs.hyperparameters import editor_schema, markdown_page
-from lm import config
+from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.data.tokenizer import TOKENIZER_JSON
 from tests.support import REPOSITORY
 from tests.support.runs import read_reports, run_fsdp
@@ -134,11 +134,9 @@ def test_shipped_log_policies(path: Path) -> None:
 def test_shipped_hyperparameters_are_valid(path: Path) -> None:
     experiment = yaml.safe_load(path.read_text())
     hyperparameters = one_trial(experiment["hyperparameters"])
-    hp = config.read_hyperparameters(
-        experiment | {"hyperparameters": hyperparameters}, [], path.name
-    )
+    hp = read_hyperparameters(experiment | {"hyperparameters": hyperparameters}, [], path.name)
     if hyperparameters == experiment["hyperparameters"]:
-        assert config.load_hyperparameters(path, []) == hp
+        assert load_hyperparameters(path, []) == hp
     else:
         assert experiment["searcher"]["metric"] == "loss"
         assert experiment["searcher"]["time_metric"] == "batches"
@@ -239,9 +237,9 @@ def test_dpo_recipe_trains_on_dialogs(tmp_path: Path) -> None:
 def test_config_yaml_equals_the_original_example() -> None:
     hyperparameters = yaml.safe_load((REPOSITORY / "config.yaml").read_text())["hyperparameters"]
     assert hyperparameters.keys() == ORIGINAL
-    assert config.load_hyperparameters(
+    assert load_hyperparameters(
         REPOSITORY / "config.yaml", ["max_steps=1"]
-    ) == config.read_hyperparameters({}, ["max_steps=1"], "defaults")
+    ) == read_hyperparameters({}, ["max_steps=1"], "defaults")
 
 
 @pytest.mark.parametrize(

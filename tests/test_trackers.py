@@ -22,8 +22,8 @@ import pytest
 import requests
 from determined.core import DummyTrainContext
 
-from lm import config
 from lm.checkpoint.store import LocalCheckpoints
+from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import reserve_port
 from lm.metrics import trackers
@@ -454,9 +454,7 @@ def test_determined_shows_checkpoints_in_object_storage(tmp_path: Path, master: 
 def test_determined_is_no_tracker_of_its_own_trials() -> None:
     trial = SimpleNamespace(trial_id=1, trial_seed=0)
     info: Any = SimpleNamespace(latest_checkpoint=None, trial=trial)
-    hp = config.read_hyperparameters(
-        {"hyperparameters": TINY | {"tracker": "determined"}}, [], "test"
-    )
+    hp = read_hyperparameters({"hyperparameters": TINY | {"tracker": "determined"}}, [], "test")
     store = LocalCheckpoints(Path("nothing"))
     with pytest.raises(ConfigError, match="tracker: determined"):
         in_world(lambda world: preflight(hp, None, world, info, None, store))

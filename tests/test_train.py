@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm import config
+from lm.config.reading import load_hyperparameters
 from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from lm.fileio import read_records
 from lm.metrics.records import Sample
@@ -112,10 +112,7 @@ def test_epochs_below_0_only_validate_and_generate(tmp_path: Path) -> None:
     assert "sample      step 3\nto be" in again.stdout
     run_fsdp(tmp_path, "sample_rate=1", "run_name=other", config=TINY, code=2)  # no text
     assert not (tmp_path / "runs" / "other").exists()
-    assert (
-        config.load_hyperparameters(tmp_path / "runs" / "test" / "config.yaml", []).run.max_epochs
-        == -1
-    )
+    assert load_hyperparameters(tmp_path / "runs" / "test" / "config.yaml", []).run.max_epochs == -1
 
 
 @pytest.mark.parametrize("option", [(), ("--dry-run",)])

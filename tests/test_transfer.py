@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
-from lm import config
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
+from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError
 from lm.hf import export, weights
 from lm.memory import count_state
@@ -43,7 +43,7 @@ FROM_SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 3, "base_width": 8, "ba
 
 def hyperparameters(**changes: Any) -> Hyperparameters:
     settings = TINY | {"lr": 1e-2, "weight_decay": 0.1, "grad_clip": 0.5} | changes
-    return config.read_hyperparameters({"hyperparameters": settings}, [], "test")
+    return read_hyperparameters({"hyperparameters": settings}, [], "test")
 
 
 def build(hp: Hyperparameters) -> tuple[Transformer, optim.Optimizer]:
@@ -272,7 +272,7 @@ def test_activations_do_not_grow_with_the_width(optimizer: str) -> None:
 def test_base_is_refused_with_weights_that_exist(key: str, changes: dict[str, Any]) -> None:
     settings = {"hyperparameters": TINY | changes | {"init_from": "x", key: 16}}
     with pytest.raises(ConfigError) as caught:
-        config.read_hyperparameters(settings, [], "test")
+        read_hyperparameters(settings, [], "test")
     assert named_keys(caught.value) == {key, "init_from"}
 
 

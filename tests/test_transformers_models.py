@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lm import sampling
 from lm.checkpoint.manifest import read_manifest
-from lm.config import check_values
+from lm.config.reading import check_values
 from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
 from lm.hf import __main__ as hf_main

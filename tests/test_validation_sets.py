@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lm import config as lm_config
 from lm.checkpoint.manifest import read_manifest
+from lm.config.reading import read_hyperparameters
 from lm.data.dataset import ValidationSet, validation_metric_names
 from lm.data.loader import Loader
 from lm.data.run_data import Data, DataConfig, open_data
@@ -114,7 +114,7 @@ def test_validation_limits_each_set_to_validation_batches(tmp_path: Path) -> Non
 def test_val_data_names_and_values_are_checked(val_data: dict[str, Any], part: str) -> None:
     hyperparameters = {"dataset": "text", "val_data": val_data}
     with pytest.raises(ConfigError) as refused:
-        lm_config.read_hyperparameters({"hyperparameters": hyperparameters}, [], "test")
+        read_hyperparameters({"hyperparameters": hyperparameters}, [], "test")
     (problem,) = refused.value.problems
     assert part in problem
 

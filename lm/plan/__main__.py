@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.config import check_values
+from lm.config.reading import check_values
 from lm.errors import ConfigError, command
 from lm.fileio import home_path
 

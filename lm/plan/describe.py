@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from lm import config
-from lm.config import Hyperparameters
+from lm.config import reading
+from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
@@ -29,13 +29,13 @@ from lm.units import format_bytes, format_count, format_parameters
 
 def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     """Read the experiment file. A start that is not here is not needed if `model` is given."""
-    hp = config.load_hyperparameters(args.config, args.overrides)
+    hp = reading.load_hyperparameters(args.config, args.overrides)
     if hp.checkpoint.init_from is None:
         return hp
     is_on_hub = hp.own_model.model is None and weights.is_model(hp.checkpoint.init_from)
     if Path(hp.checkpoint.init_from).exists() or is_on_hub:
         defaults = partial(adapters.model_defaults, needs_weights=False)
-        return config.load_hyperparameters(args.config, args.overrides, defaults)
+        return reading.load_hyperparameters(args.config, args.overrides, defaults)
     if hp.own_model.model is None:
         problem = f"init_from: {hp.checkpoint.init_from} does not exist"
         raise ConfigError(f"{problem}; {_advise_preset(hp.checkpoint.init_from)}")

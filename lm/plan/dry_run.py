@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError, command
 from lm.memory import Ranks
 from lm.plan.fit import measure

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.memory import USABLE, Ranks, count_state
 from lm.plan.step import (
     ACTIVATIONS,

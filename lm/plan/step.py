@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp import build_model
 from lm import delta_rule
-from lm.config import Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.loader import MicroBatch, PairBatch
 from lm.errors import ConfigError

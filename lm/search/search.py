@@ -17,15 +17,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lm import config, strict_yaml
+from lm import strict_yaml
 from lm.checkpoint.manifest import CheckpointError
-from lm.config import REPOSITORY, Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
+from lm.config.reading import read_hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.run_data import open_data
 from lm.data.windows import check_token_files
 from lm.determined.search import Searcher, differences
 from lm.errors import ConfigError, limit_problems
-from lm.fileio import parse_json, read_bytes, replace_durably
+from lm.fileio import REPOSITORY, parse_json, read_bytes, replace_durably
 from lm.inputs import check_searcher, fingerprint_inputs, fingerprint_tasks, resolve_seed
 from lm.launch.console import announce
 from lm.model_config import ModelConfig
@@ -124,7 +125,7 @@ class Search:
         contents = dict(experiment.contents)
         contents |= {"hyperparameters": point, "searcher": experiment.searcher.model_dump()}
         try:
-            hp = config.read_hyperparameters(
+            hp = read_hyperparameters(
                 contents,
                 experiment.overrides,
                 str(experiment.path),

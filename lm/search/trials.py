@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from lm import strict_yaml
-from lm.config import REPOSITORY, Hyperparameters
+from lm.config.hyperparameters import Hyperparameters
 from lm.determined.search import INPUTS_VARIABLE, Searcher, differences
 from lm.errors import ConfigError, make_printable
-from lm.fileio import Line, open_regular, read_bytes, read_records, replace_durably
+from lm.fileio import REPOSITORY, Line, open_regular, read_bytes, read_records, replace_durably
 from lm.flops import count_flops_per_token
 from lm.launch.spawn import die_with_parent
 from lm.metrics.records import Report

@@ -3,7 +3,7 @@
 A linear layer `(out, in)` computes three products: of its output, whose inner dimension is `in`; of
 the gradient of its input, whose inner dimension is `out`; and of the gradient of its weight, whose
 inner dimension is the number of tokens in a micro-batch. float8 kernels need a multiple of 16 in
-each: `is_supported` checks the first two, and lm/config.py the tokens.
+each: `is_supported` checks the first two, and lm/config/combinations.py the tokens.
 """
 
 from __future__ import annotations

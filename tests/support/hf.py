@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from lm import config
+from lm.config.hyperparameters import Hyperparameters
+from lm.config.reading import read_hyperparameters
 from lm.data.loader import Loader
 from lm.data.run_data import open_data
 from lm.hf import adapters, families
@@ -127,24 +128,20 @@ def add_tokenizer(folder: Path, size: int) -> Any:
     return tokenizer
 
 
-def read_with_model_defaults(
-    hyperparameters: dict[str, Any], *overrides: str
-) -> config.Hyperparameters:
+def read_with_model_defaults(hyperparameters: dict[str, Any], *overrides: str) -> Hyperparameters:
     """Return a run's hyperparameters, in which `init_from` sets what is not set of the model."""
-    return config.read_hyperparameters(
+    return read_hyperparameters(
         {"hyperparameters": hyperparameters}, overrides, "test", defaults=adapters.model_defaults
     )
 
 
-def names_in_transformers(family: str, hp: config.Hyperparameters) -> dict[str, str]:
+def names_in_transformers(family: str, hp: Hyperparameters) -> dict[str, str]:
     """The parameter in transformers' model of each of ours."""
     places, _ = families.map_parameters(families.FAMILIES[family], hp.own_model)
     return {name: place.name for name, place in places.items()}
 
 
-def adapters_in_peft(
-    model: nn.Module, family: str, hp: config.Hyperparameters
-) -> dict[str, nn.Parameter]:
+def adapters_in_peft(model: nn.Module, family: str, hp: Hyperparameters) -> dict[str, nn.Parameter]:
     """PEFT's adapters by our names."""
     parameters = dict(model.named_parameters())
     found = {}
@@ -157,14 +154,14 @@ def adapters_in_peft(
     return found
 
 
-def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
+def initial_adapters(hp: Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
     """The adapters that a run with `seed` starts with."""
     model = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
     parallelize.initialize_parameters(model, seed)
     return lora.trained_parameters(model)
 
 
-def start_as_ours(adapters: dict[str, nn.Parameter], hp: config.Hyperparameters, seed: int) -> None:
+def start_as_ours(adapters: dict[str, nn.Parameter], hp: Hyperparameters, seed: int) -> None:
     """Give `adapters` the values that a run with `seed` starts with."""
     initial = initial_adapters(hp, seed)
     assert adapters.keys() == initial.keys()
@@ -173,7 +170,7 @@ def start_as_ours(adapters: dict[str, nn.Parameter], hp: config.Hyperparameters,
 
 
 def train_reference(
-    model: nn.Module, optimizer: Any, hp: config.Hyperparameters, seed: int
+    model: nn.Module, optimizer: Any, hp: Hyperparameters, seed: int
 ) -> list[float]:
     """Train a model of transformers on the batches of a run; return the loss of each step.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lm import config
+from lm.config.hyperparameters import FIELDS
 from lm.transformers_config import Examined, TransformersConfig
 
 TINY: dict[str, Any] = {
@@ -56,7 +56,7 @@ OF_TRANSFORMERS = TransformersConfig(
 )
 """A model of transformers that is described, and of no class."""
 
-_KEYS = frozenset(config.FIELDS)
+_KEYS = frozenset(FIELDS)
 
 
 def named_keys(error: Exception) -> set[str]:

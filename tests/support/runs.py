@@ -14,8 +14,8 @@ from determined import core
 
 import fsdp
 from benchmarks.observer import StepObserver
-from lm import config
 from lm.checkpoint.open_store import open_store
+from lm.config.reading import read_hyperparameters
 from lm.determined.context import TorchDistributedContext
 from lm.hf import adapters
 from lm.runtime.run_dir import RunDir
@@ -34,7 +34,7 @@ def train_in_world(
     on_step_start: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Call `fsdp.execute` off the cluster on the ranks of `world`; return the run's directory."""
-    hp = config.read_hyperparameters(
+    hp = read_hyperparameters(
         {"hyperparameters": hyperparameters}, [], "test", defaults=adapters.model_defaults
     )
     run_dir = RunDir(hp.run.run_name or "test")

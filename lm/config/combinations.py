@@ -1,0 +1,153 @@
+"""Keys that are valid, and do not fit together: the reason and the remedy of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lm.config.draft import Draft
+from lm.config.hyperparameters import PARTS, Hyperparameters
+from lm.errors import ConfigError
+from lm.fields import need_of
+from lm.model_config import ModelConfig
+from lm.training import config as training
+from lm.training.config import TransferConfig
+from lm.transformers_config import TransformersConfig
+
+
+def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
+    """Raise ConfigError for keys that do not fit together."""
+    problems = [
+        *_find_unread(hp),
+        *_find_problems_of_combinations(hp),
+        *_find_problems_of_pairs(hp),
+        *_find_problems_of_adapters(hp),
+        *_find_problems_of_transformers(hp),
+        *_find_problems_of_experts(hp),
+    ]
+    if problems:
+        raise ConfigError(*(f"{draft.label(key)}: {problem}" for key, problem in problems))
+
+
+def _find_unread(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield the keys that are set though no part reads them, with the reason and the remedy."""
+    for name in PARTS:
+        config = getattr(hp, name)
+        for key, info in type(config).model_fields.items():
+            need = need_of(info)
+            if need is None or getattr(config, key) == info.default:
+                continue
+            value = getattr(config, need.key)
+            if not need.is_met_by(value):
+                found = "" if not need.values else f", not {value}"
+                yield key, f"needs {need}{found}; set it, or remove {key}"
+
+
+def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys of different parts that do not fit together, with the reason and the remedy."""
+    n_tokens = hp.data.batch_size * hp.model.max_seq_len
+    multiple = training.FLOAT8_MULTIPLE
+    if hp.precision.float8 and n_tokens % multiple:
+        problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {multiple}"
+        yield "float8", problem
+    if hp.optim.optimizer == "muon" and hp.parallel.cpu_offload:
+        problem = "muon does not update parameters in host memory (cpu_offload: true)"
+        yield "optimizer", f"{problem}; use adamw, or more ranks"
+    if hp.checkpoint.init_from is None:
+        return
+    for key in TransferConfig.model_fields:
+        if getattr(hp.transfer, key) is not None:
+            problem = "scales rates together with initial weights, but init_from loads others"
+            remedy = "to train from scratch remove init_from, to fine-tune remove"
+            yield key, f"{problem}; {remedy} {key}"
+
+
+def _find_problems_of_pairs(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys that do not fit to `objective: dpo`, with the reason and the remedy."""
+    if not hp.objective.of_pairs:
+        return
+    if hp.data.dataset != "jsonl":
+        problem = f"dpo reads pairs of replies, and dataset is {hp.data.dataset}"
+        yield "objective", f"{problem}; set dataset: jsonl, or remove objective"
+    if hp.checkpoint.init_from is None:
+        problem = "dpo prefers replies relative to the weights that it starts with"
+        yield "objective", f"{problem}; set init_from to the fine-tuned model"
+    rates = {"lora_dropout": hp.lora.lora_dropout}
+    if isinstance(hp.model, ModelConfig):
+        rates["dropout"] = hp.model.dropout
+    for key, value in rates.items():
+        if value > 0:
+            problem = f"{value} would make the model differ from its reference (objective: dpo)"
+            yield key, f"{problem}; use 0"
+
+
+def _find_problems_of_adapters(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys of other parts that do not fit to adapters, with the reason and the remedy."""
+    rank = hp.lora.lora_rank
+    if rank is None:
+        return
+    yield from training.adapter_problems(hp.lora, hp.model)
+    if hp.optim.optimizer == "muon":
+        yield "optimizer", f"muon does not train adapters (lora_rank: {rank}); use adamw"
+    if hp.checkpoint.init_from is None:
+        problem = f"adapters of rank {rank} need weights to adapt"
+        yield "lora_rank", f"{problem}; set init_from, or remove lora_rank"
+    if hp.precision.float8:
+        problem = f"{hp.precision.float8} does not support adapters (lora_rank: {rank})"
+        yield "float8", f"{problem}; use float8: null"
+
+
+def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys that do not fit to a model of transformers, with the reason and the remedy."""
+    if isinstance(hp.model, ModelConfig):
+        return
+    kind = hp.model.model_type
+    examined = hp.model.examined
+    if not hp.data.attend_across_documents and not examined.packing:
+        problem = f"false, but {kind} does not keep documents of one sequence apart"
+        yield "attend_across_documents", f"{problem}; remove attend_across_documents"
+    if hp.precision.amp_dtype == "bfloat16" and not examined.bfloat16:
+        yield "amp_dtype", f"bfloat16: {hp.model.reason_against_bfloat16}; use amp_dtype: null"
+    mode = hp.parallel.activation_checkpointing
+    holds = {
+        "none": True,
+        "full": examined.full_recomputation,
+        "selective": examined.selective_recomputation,
+    }
+    if not holds[mode]:
+        problem = f"{mode}: {kind} cannot recompute its layers so"
+        others = [other for other in ("full", "none") if other != mode and holds[other]]
+        yield "activation_checkpointing", f"{problem}; use {others[0]}"
+    if hp.lora.lora_rank is not None and not examined.lora:
+        yield "lora_rank", f"{kind} has no linear layers to adapt; remove lora_rank"
+    if hp.lora.base_dtype is not None and not examined.nf4:
+        problem = f"quantized layers of {kind} do not compute what their weights do"
+        yield "base_dtype", f"{hp.lora.base_dtype}: {problem}; remove base_dtype"
+    if hp.parallel.compile is True and not examined.compilation:
+        yield "compile", f"true, but layers of {kind} are no graphs to compile; remove compile"
+    if hp.precision.float8 is not None:
+        yield "float8", f"is for models of model.py, and {kind} is none; remove float8"
+    if hp.objective.of_pairs and not examined.packing:
+        problem = f"needs pairs in one sequence, which {kind} does not keep apart"
+        yield "objective", f"dpo: {problem}; remove objective"
+    if hp.optim.optimizer == "muon" and not hp.model.linear_layers:
+        yield "optimizer", f"muon is for linear layers of blocks, and {kind} has none; use adamw"
+
+
+def _find_problems_of_experts(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys that do not fit to a mixture of experts of model.py, with the reason."""
+    if isinstance(hp.model, TransformersConfig) or hp.model.n_experts is None:
+        return
+    mixture = f"a mixture (n_experts: {hp.model.n_experts})"
+    if hp.precision.float8:
+        yield "float8", f"{mixture} has no products of groups of rows in float8; remove float8"
+    for key in TransferConfig.model_fields:
+        if getattr(hp.transfer, key) is not None:
+            problem = f"how the rates of {mixture} scale with its size is not derived"
+            yield key, f"{problem}; remove {key}"
+    exported = "python -m lm.hf export, and set init_from to the directory"
+    if hp.lora.lora_rank is not None:
+        problem = f"{mixture} is pretrained without adapters; to fine-tune it, export it with"
+        yield "lora_rank", f"{problem} {exported}"
+    if hp.objective.of_pairs:
+        problem = f"{mixture} is pretrained on text; to prefer replies, export it with"
+        yield "objective", f"{problem} {exported}"

@@ -1,0 +1,208 @@
+"""What the config and the command line set: each key, where, and what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin
+
+from lm.config.hyperparameters import FIELDS
+from lm.config.wording import show
+from lm.data.hub import find_directory
+from lm.errors import ConfigError, error_prefix
+from lm.fields import need_of
+from lm.model_config import FORMER_KEYS, USE_INIT_FROM, ModelConfig
+from lm.presets import PRESETS
+from lm.transformers_config import TransformersConfig
+
+
+@dataclass
+class Draft:
+    """Hyperparameters that are being read: what is set, where, and what is wrong with it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    """where each key is set, as errors name it: `exp.yaml:12: lr`, or `argument lr`"""
+    arguments: set[str] = field(default_factory=set)
+    """keys that are set on the command line"""
+    errors: dict[tuple[str, ...], ConfigError] = field(default_factory=dict)
+    """by key, e.g. ("lr",) or ("rope_scaling", "factor")"""
+    warnings: list[str] = field(default_factory=list)
+
+    def set(self, key: str, value: Any, label: str) -> None:
+        self.values[key] = value
+        self.labels[key] = label
+
+    def label(self, key: str) -> str:
+        return self.labels.get(key, key)
+
+    def refuse(self, key: str, problem: str, label: str | None = None) -> None:
+        """Add an error of `key`; `label` names what is wrong if it is not where the key is set."""
+        path = (key,)
+        self.errors[path] = ConfigError(f"{label or self.label(key)}: {problem}")
+
+    def raise_errors(self) -> None:
+        """Raise the errors, if any, in the order of the keys."""
+        if not self.errors:
+            return
+        position = {key: index for index, key in enumerate(self.values)}
+        paths = sorted(self.errors, key=lambda path: position.get(path[0], -1))
+        raise ConfigError.merge(self.errors[path] for path in paths)
+
+    @property
+    def preset(self) -> Mapping[str, Any]:
+        """The keys that `model` sets."""
+        return PRESETS.get(str(self.values.get("model")), {})
+
+
+def read_draft(
+    contents: Mapping[str, Any], overrides: Sequence[str], name: str, lines: Mapping[str, int]
+) -> Draft:
+    """Return what the config and the command line set."""
+    draft = _read_section(contents, name, lines)
+    for override in overrides:
+        _apply_override(draft, override)
+    _drop_replaced(draft, name)
+    _drop_former_keys(draft)
+    _refuse_keys_of_transformers(draft)
+    _resolve_search(draft)
+    _apply_max_length(draft, contents, name, lines)
+    if draft.values.get("vocab_size") is None:
+        draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
+    for key in ("init_from", "resume"):
+        if isinstance(draft.values.get(key), str):
+            with error_prefix(key):
+                draft.values[key] = find_directory(draft.values[key])
+    return draft
+
+
+def _location(name: str, lines: Mapping[str, int], key: str) -> str:
+    """Return where `key`, e.g. "hyperparameters.lr", is set: "exp.yaml:12"."""
+    return f"{name}:{lines[key]}" if key in lines else name
+
+
+def _read_section(contents: Mapping[str, Any], name: str, lines: Mapping[str, int]) -> Draft:
+    """Return what `hyperparameters:` sets; keys of it outside of it are errors."""
+    section = contents.get("hyperparameters")
+    if section is None:
+        section = {}
+    if not isinstance(section, dict):
+        where = _location(name, lines, "hyperparameters")
+        problem = f"{show(section)} is not a mapping of keys to values"
+        raise ConfigError(f"{where}: hyperparameters: {problem}")
+    draft = Draft()
+    for key, value in section.items():
+        where = _location(name, lines, f"hyperparameters.{key}")
+        draft.set(key, value, f"{where}: {key}")
+    misplaced = FIELDS.keys() & lines.keys()
+    misplaced -= {"checkpoint_storage"}  # also a section of Determined's
+    for key in sorted(misplaced, key=lines.__getitem__):
+        problem = "is not part of hyperparameters; indent it below that line"
+        draft.refuse(key, problem, label=f"{_location(name, lines, key)}: {key}")
+    return draft
+
+
+def _apply_override(draft: Draft, override: str) -> None:
+    """Set what the argument `key=value` says."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if key and key.isprintable() and equals:
+        draft.set(key, _parse_override(key, text), f"argument {key}")
+        if re.search("[\ud800-\udfff]", text):  # how Python decodes other bytes
+            encoding = sys.getfilesystemencoding()
+            problem = f"{show(text)} is not valid in the encoding of this locale, {encoding}"
+            draft.refuse(key, f"{problem}; use UTF-8, and set LC_ALL=C.UTF-8")
+        draft.arguments.add(key)
+        return
+    problem = "is not key=value"
+    if override.endswith((".yaml", ".yml")):
+        problem += f"; did you mean --config {override}?"
+    draft.refuse(override, problem, label=f"argument {show(override)}")
+
+
+def _parse_override(key: str, text: str) -> Any:
+    """Return the value that `text` spells: YAML, or the text itself if `key` accepts a string."""
+    types: list[Any] = []
+    if key in FIELDS:
+        annotation = FIELDS[key].annotation
+        types = [annotation, *get_args(annotation)]
+    is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
+    if str in types and not is_mapping:
+        is_null = text == "null" and type(None) in types
+        if re.fullmatch(r"\"[^\"\\]*\"|'[^']*'", text):
+            return text[1:-1]
+        return None if is_null else text
+    if not text.strip():
+        return ""
+    from lm import strict_yaml
+
+    try:
+        value, _ = strict_yaml.parse_yaml(text.strip(), "")
+        return value
+    except ConfigError:
+        return text
+
+
+def _drop_replaced(draft: Draft, name: str) -> None:
+    """Drop what the config sets and a key on the command line replaces, or leaves unread."""
+    if "model" in draft.arguments:
+        shape = set(draft.preset)
+        if "d_model" in draft.preset:  # of one size, so nothing of another shape may remain
+            shape |= ModelConfig.model_fields.keys() - {"dropout"}
+        _drop(draft, shape, "model", name)
+    for cause in sorted(draft.arguments):
+        unread: list[str] = []
+        for key, info in FIELDS.items():
+            need = need_of(info)
+            if need is not None and need.key == cause and not need.is_met_by(draft.values[cause]):
+                unread.append(key)
+        _drop(draft, unread, cause, name)
+
+
+def _drop(draft: Draft, keys: Collection[str], cause: str, name: str) -> None:
+    replaced = [key for key in draft.values if key in keys and key not in draft.arguments]
+    shown = [f"{key}: {show(draft.values.pop(key))}" for key in replaced]
+    if shown:
+        value = show(draft.values[cause]).strip('"')
+        draft.warnings.append(f"{cause}={value} overrides {', '.join(shown)} of {name}")
+
+
+def _drop_former_keys(draft: Draft) -> None:
+    """Drop keys of earlier versions, as in a run's config.yaml, unless they change the model."""
+    for key, value in FORMER_KEYS.items():
+        if draft.values.pop(key, value) != value:
+            problem = "no hyperparameter any more, as transformers computes the models that have it"
+            draft.refuse(key, f"{problem}; {USE_INIT_FROM}, and remove {key}")
+
+
+def _refuse_keys_of_transformers(draft: Draft) -> None:
+    """Refuse what only a model of transformers itself can set."""
+    for key in TransformersConfig.model_fields.keys() - FIELDS.keys():
+        if key in draft.values:
+            draft.refuse(key, f"no hyperparameter: it is read from init_from; remove {key}")
+            del draft.values[key]
+
+
+def _resolve_search(draft: Draft) -> None:
+    """Resolve what Determined writes for keys of a search: a mapping with a `type`."""
+    for key, value in draft.values.items():
+        match value:
+            case {"type": "const", "val": constant}:
+                draft.values[key] = constant
+            case {"type": "int" | "double" | "log" | "categorical"}:
+                advice = f"python -m lm.search FILE, or for one run set one value: {key}=VALUE"
+                draft.refuse(key, f"a range is for a search; use {advice}")
+
+
+def _apply_max_length(
+    draft: Draft, contents: Mapping[str, Any], name: str, lines: Mapping[str, int]
+) -> None:
+    """Let `searcher.max_length` be `max_steps` if nothing else says how long the run is."""
+    if draft.values.get("max_steps") is not None or draft.values.get("max_epochs") is not None:
+        return
+    match contents.get("searcher"):
+        case {"max_length": {"batches": length}} | {"max_length": length} if length is not None:
+            where = _location(name, lines, "searcher.max_length")
+            draft.set("max_steps", length, f"{where}: searcher.max_length")

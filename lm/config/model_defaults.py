@@ -1,0 +1,182 @@
+"""The keys that the model or the adapters of `init_from` set, and those that contradict them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from lm.config.draft import Draft
+from lm.config.hyperparameters import KEYS_OF_ALIASES, Hyperparameters, of_part, parts_of
+from lm.config.wording import show
+from lm.errors import ConfigError
+from lm.launch.console import warn
+from lm.model_config import ModelConfig
+from lm.training import config as training
+from lm.training.config import LoraConfig
+from lm.transformers_config import AnyModelConfig, TransformersConfig, model_config
+
+ModelDefaults = Callable[[str], Mapping[str, Any]]
+"""Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
+
+A plan, which needs no tokenizer, leaves it out. Of adapters, also those of `LoraConfig`. Empty if
+it is a checkpoint, which has no defaults.
+"""
+
+_CONFIG_OF_A_COPY = "config.json of a copy of the model"
+
+
+def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
+    """Set the keys that are not set to those of the model of `init_from`; refuse all others."""
+    if not defaults:
+        return
+    source = draft.values["init_from"]
+    given = {**draft.preset, **draft.values}
+    if "transformers_config" in defaults:
+        _check_model_of_transformers(draft, given, defaults)
+    else:
+        _refuse_other_values(draft, given, defaults, "weights")
+    if "lora_rank" in defaults:
+        _check_adapters(draft, given, defaults)
+    for key, value in defaults.items():
+        is_set = key in given
+        if "transformers_config" in defaults:
+            is_set = key in draft.values  # by no preset
+        if not is_set and key != "tokenizer":
+            draft.set(key, value, f"init_from: {source}: {key}")
+
+    if "tokenizer" not in defaults:
+        return
+    dataset = given.get("dataset", "synthetic")
+    tokenizer = given.get("tokenizer")
+    its_tokenizer = defaults["tokenizer"]
+    if tokenizer is None and dataset != "synthetic":
+        if its_tokenizer is None and dataset != "tokens":
+            remedy = "set tokenizer to the one that it was trained with"
+            draft.refuse("tokenizer", f"{source} has no tokenizer.json; {remedy}", "init_from")
+        label = draft.labels.get("tokenizer", f"init_from: {source}: tokenizer")
+        draft.set("tokenizer", its_tokenizer, label)
+    elif isinstance(tokenizer, str) and its_tokenizer is not None:
+        from lm.data.tokenizer import load_tokenizer
+
+        try:
+            differs = load_tokenizer(tokenizer).identity != load_tokenizer(its_tokenizer).identity
+        except ConfigError as error:
+            path = ("tokenizer",)
+            draft.errors[path] = error
+            return
+        if differs:
+            problem = f"{tokenizer} differs from the one in {source}"
+            draft.refuse("tokenizer", f"{problem}; remove tokenizer, or use other weights")
+
+
+def _check_model_of_transformers(
+    draft: Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Refuse keys of `given` that the model of `init_from` does not have, or does not stand."""
+    source = draft.values["init_from"]
+    model = model_of(defaults)
+    assert isinstance(model, TransformersConfig)
+    for key in given:
+        label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
+        ours = KEYS_OF_ALIASES.get(key, key)
+        if key == "vocab_size" and given[key] not in (None, model.vocab_size):
+            problem = f"{show(given[key])} differs from {model.vocab_size} in {source}"
+            draft.refuse(key, f"{problem}; remove vocab_size", label)
+        elif ours in ModelConfig.model_fields and ours not in TransformersConfig.model_fields:
+            problem = f"{source} is a model of transformers ({model.model_type})"
+            reason = "whose config.json says it"
+            if ours.startswith("router_balance"):
+                reason = "whose experts are balanced neither by a loss nor by a bias"
+            draft.refuse(key, f"{problem}, {reason}; remove {key}", label)
+    if not model.examined.bfloat16 and given.get("amp_dtype", "auto") == "auto":
+        warn(f"amp_dtype: null, as {model.reason_against_bfloat16}")
+        draft.set("amp_dtype", None, f"init_from: {source}: amp_dtype")
+    if model.examined.packing or given.get("dataset") != "jsonl":
+        return
+    if given.get("packing") is True:
+        problem = f"true, but {model.model_type} does not keep samples of one sequence apart"
+        draft.refuse("packing", f"{problem}; remove packing")
+    elif "packing" not in given:
+        warn(
+            f"packing: false, as {model.model_type} does not keep samples of one sequence apart:"
+            " rows are padded instead"
+        )
+        draft.set("packing", False, f"init_from: {source}: packing")
+
+
+def _check_adapters(draft: Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse keys of `given` with which the adapters of `init_from` would mean something else."""
+    source = draft.values["init_from"]
+    if "lora_rank" in given and given["lora_rank"] is None:
+        problem = f"null would train all weights, but {source} holds adapters"
+        remedy = "remove lora_rank, or merge them with PEFT's merge_and_unload()"
+        raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}")
+    _refuse_other_values(draft, given, defaults, "adapters")
+
+
+def _refuse_other_values(
+    draft: Draft, given: Mapping[str, Any], defaults: Mapping[str, Any], what: str
+) -> None:
+    """Refuse keys of `given` with which the weights or adapters of `init_from` mean something else.
+
+    Args:
+        what: "weights" or "adapters".
+    """
+    structure = _structure_of(what, defaults)
+    for key in [key for key in structure if key in given]:
+        try:
+            value = _structure_of(what, {**defaults, key: given[key]})[key]
+        except ValidationError:
+            continue  # `validate` reports it
+        if value != structure[key]:
+            label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
+            source = draft.values["init_from"]
+            problem = f"{show(given[key])} differs from {show(structure[key])} in {source}"
+            remedy = f"use other {what}"
+            if key in ("rope_scaling", "rope_theta"):
+                remedy = f"set it in {_CONFIG_OF_A_COPY}"
+            draft.refuse(key, f"{problem}; remove {key}, or {remedy}", label)
+
+
+def _structure_of(what: str, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys on which the meaning of weights or adapters depends, and their values."""
+    model = model_of(defaults)
+    if what == "weights":
+        return model.structure()
+    adapters = LoraConfig.model_validate(of_part(defaults, LoraConfig))
+    return training.adapter_structure(adapters, model)
+
+
+def model_of(defaults: Mapping[str, Any]) -> AnyModelConfig:
+    """Return the model of `init_from`, from the hyperparameters that it sets."""
+    return model_config(of_part(defaults, parts_of(defaults)["model"]))
+
+
+def warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:
+    """Warn of rotary positions for which the `model` of `init_from` was not made."""
+    if isinstance(model, TransformersConfig):
+        limit = model.max_seq_len
+    elif model.positions == "rope":
+        limit = _context_length(model)
+    else:
+        return
+    length = hp.model.max_seq_len
+    if length <= limit:
+        return
+    source = hp.checkpoint.init_from
+    problem = f"{length} exceeds the {limit} positions for which {source} was made"
+    remedy = f"use {limit} or less, or extend them by rope_scaling in {_CONFIG_OF_A_COPY}"
+    warn(f"max_seq_len: {problem}; {remedy}")
+
+
+def _context_length(model: ModelConfig) -> int:
+    """Return the positions for which a pretrained model was made, or is extended by its scaling."""
+    length = model.context_length
+    scaling = model.rope_scaling
+    # With llama3, max_position_embeddings is that of the extended model.
+    if scaling is None or scaling.rope_type == "llama3":
+        return length
+    original = scaling.original_max_position_embeddings or length
+    return max(length, int(original * scaling.factor))
