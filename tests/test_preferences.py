@@ -329,6 +329,7 @@ def test_queries_come_before_the_targets_of_each_reply(tmp_path: Path) -> None:
     (pairs,) = batch.micro_batches
     assert isinstance(pairs, PairBatch)
     assert batch.n_terms == pairs.n_terms == len(pairs.lengths) // 2
+    assert pairs.lengths_on_device.tolist() == pairs.lengths
     assert pairs.document_ids is not None
     inputs = pairs.inputs.flatten()
     documents = (pairs.document_ids + 100 * torch.arange(2)[:, None]).flatten()[pairs.queries]

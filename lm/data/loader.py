@@ -45,7 +45,7 @@ class PairBatch(NamedTuple):
     """Pairs of replies of one forward pass, each reply with its prompt a separate document."""
 
     inputs: Tensor
-    """int64, as is all but `lengths`, `(batch_size, seq_len)`, see `MicroBatch`"""
+    """int64 on the device, as is all but `lengths`, `(batch_size, seq_len)`, see `MicroBatch`"""
     document_ids: Tensor | None
     """of the same shape; None = one document"""
     queries: Tensor
@@ -54,13 +54,15 @@ class PairBatch(NamedTuple):
     """`(N,)`, of one reply after the other"""
     lengths: list[int]
     """targets of each of R replies, those of a pair one after the other, the chosen one first"""
+    lengths_on_device: Tensor
+    """`(R,)`"""
     replies: Tensor
     """`(R,)`, their numbers, see `Sample`"""
 
     @property
     def n_terms(self) -> Tensor:
         """Terms of its loss: pairs."""
-        return self.replies.new_tensor(len(self.lengths) // 2)
+        return self.replies.new_full((), len(self.lengths) // 2)
 
 
 class Batch(NamedTuple):
@@ -227,6 +229,7 @@ class Loader:
             queries=self._to_device(np.flatnonzero(is_target)),
             targets=self._to_device(targets[is_target]),
             lengths=lengths.tolist(),
+            lengths_on_device=self._to_device(lengths),
             replies=self._to_device(np.concatenate(replies)),
         )
 

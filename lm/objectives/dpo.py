@@ -109,7 +109,7 @@ class DPO(Objective):
         assert isinstance(micro_batch, PairBatch)
         log_probs = score_replies(model, micro_batch)
         rewards = self._config.dpo_beta * (log_probs - self.reference[micro_batch.replies])
-        lengths = log_probs.new_tensor(micro_batch.lengths)
+        lengths = micro_batch.lengths_on_device.double()
         losses = self._losses_of_pairs(rewards, lengths)
         if self._config.sft_weight:
             losses = losses - self._config.sft_weight * (log_probs / lengths)[0::2]

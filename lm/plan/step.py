@@ -308,7 +308,9 @@ def _pair_of(tokens: Tensor) -> PairBatch:
     numbers = torch.arange(tokens.numel())
     half = tokens.numel() // 2
     lengths = [half, tokens.numel() - half]
-    return PairBatch(tokens, None, numbers, tokens.flatten(), lengths, torch.arange(2))
+    return PairBatch(
+        tokens, None, numbers, tokens.flatten(), lengths, torch.tensor(lengths), torch.arange(2)
+    )
 
 
 def _watch_backward(model: AnyModel, live: LiveBytes) -> None:
