@@ -252,11 +252,17 @@ class TransformersModel(nn.Module):
     def to_empty(
         self, *, device: torch.device | str | int | None, recurse: bool = True
     ) -> TransformersModel:
-        """Allocate the parameters, see `nn.Module`. Buffers keep their values, tied weights one."""
-        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        """Allocate the parameters, see `nn.Module`. Buffers keep their values, tied weights one.
+
+        Buffers that FSDP has moved to a GPU stay there: it offloads parameters only.
+        """
+        buffers: dict[_Owner, Tensor] = {}
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                buffers[_Owner(module, name)] = buffer
         super().to_empty(device=device, recurse=recurse)
-        for name, buffer in self.named_buffers():
-            buffer.copy_(buffers[name])
+        for owner, buffer in buffers.items():
+            setattr(owner.module, owner.name, buffer.to(device) if buffer.is_cpu else buffer)
         for target, source in self._ties:
             setattr(target.module, target.name, getattr(source.module, source.name))
         return self
@@ -580,7 +586,7 @@ def without_numbers(name: str) -> str:
 
 
 class _Owner(NamedTuple):
-    """Where a parameter is: a module's attribute."""
+    """Where a parameter or a buffer is: a module's attribute."""
 
     module: nn.Module
     name: str

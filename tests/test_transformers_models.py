@@ -1028,6 +1028,15 @@ def test_models_of_transformers_are_modules_of_their_class(models: dict[str, Pat
     assert type(model.network).__name__ == "Lfm2ForCausalLM"
 
 
+def test_buffers_stay_where_fsdp_has_moved_them(models: dict[str, Path]) -> None:
+    """To a GPU, for which the meta device stands, also if parameters are offloaded to the CPU."""
+    model, _ = open_model(models["lfm2"])
+    model.to("meta")
+    model.to_empty(device="cpu")
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
 def test_layers_that_a_class_multiplies_by_itself_have_no_adapters(tmp_path: Path) -> None:
     """Mamba 2's kernels read a weight that its code on a CPU calls: an adapter would be ignored."""
     save_model("mamba2", tmp_path)
