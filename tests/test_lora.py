@@ -599,8 +599,10 @@ def test_adapters_need_a_base_and_safetensors(peft_adapters: Path, tmp_path: Pat
     assert not adapters.is_adapter("a" * 200)
     with pytest.raises(ConfigError, match="File name too long"):
         adapters.is_adapter("a" * 5000)
-    path.write_text(path.read_text().replace("bases", "nowhere"))
-    with pytest.raises(ConfigError, match=r"base_model_name_or_path: '.*nowhere"):
+    missing = tmp_path / ("long-" * 40) / "nowhere"
+    raw = json.loads(path.read_text()) | {"base_model_name_or_path": str(missing)}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=f"base_model_name_or_path: '{missing}' is neither"):
         read_with_model_defaults(continued_from(path.parent))
 
 

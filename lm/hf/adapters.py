@@ -103,7 +103,8 @@ def base_of(init_from: str) -> str:
     raw = read_object(path)
     source = raw.get("base_model_name_or_path")
     if not isinstance(source, str) or not weights.is_model(source):
-        problem = f"{_show(source)} is neither a Hugging Face directory nor a name on the Hub"
+        shown = f"{source!r:.4096}"  # as long as a path can be
+        problem = f"{shown} is neither a Hugging Face directory nor a name on the Hub"
         remedy = "set it to the model that the adapters were trained for"
         raise ConfigError(f"{path}: base_model_name_or_path: {problem}; {remedy}")
     revision = raw.get("revision")
