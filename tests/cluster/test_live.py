@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lm.checkpoint.manifest import read_manifest
 from tests.support import REPOSITORY
 from tests.support.cluster import trial
-from tests.support.cluster.master import PROFILER_GROUPS, Master
+from tests.support.cluster.master import PROFILER_GROUPS, Experiment, Master
 from tests.support.runs import EXACT_METRICS, wait_until
 
 MASTER = os.environ.get("DET_MASTER")
@@ -86,9 +87,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("live")
     (folder / "storage").mkdir()
     master = Master(folder / "storage")
-    master.on_experiment = lambda new: Thread(
-        target=trial.run_experiment, args=(master, new, folder), daemon=True
-    ).start()
+
+    def start(experiment: Experiment) -> None:
+        # That of `done` starts interpreters, which import what is uploaded.
+        how = {"fork": experiment.id > 1}
+        run = partial(trial.run_experiment, master, experiment, folder, **how)
+        Thread(target=run, daemon=True).start()
+
+    master.on_experiment = start
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
         sdk = client.Determined(master.url, "tester", trial.PASSWORD)

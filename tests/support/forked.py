@@ -1,24 +1,26 @@
 """Processes forked from one that has imported PyTorch, as the import takes most of a short run.
 
 `start_python` runs a Python program as `subprocess.Popen` does, with its arguments, environment,
-working directory, streams, signals and exit code. The program may be a module: one of `STARTERS`,
-e.g. `lm.launch`, whose ranks are then forked, too. What depends on how Python starts needs a new
-interpreter: the environment variables `READ_AT_START`, signals during imports, and other launchers.
-PYTHONUNBUFFERED has no effect in a forked process.
+working directory, streams, signals and exit code. The program may be a module: one of `MODULES`,
+e.g. `lm.launch`. The Python programs that it starts are forked from it, too. What depends on how
+Python starts needs a new interpreter: the environment variables `READ_AT_START`, signals during
+imports, and other launchers. PYTHONUNBUFFERED has no effect in a forked process.
 
 This depends on CPython: `ForkedProcess` overrides the private methods `_execute_child`,
 `_internal_poll` and `_wait` of `subprocess.Popen` and reads their arguments by name (tested with
 3.11). With FORK_RANKS=0 in the environment every process is a new interpreter and nothing here is
-needed; all tests then take 1.6 times as long.
+needed; all tests then take about twice as long.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import io
+import logging
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,10 +29,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from lm.launch import console, machine
 from lm.launch.signals import STOP_SIGNALS
@@ -41,22 +43,27 @@ FORK_RANKS = os.environ.get("FORK_RANKS") != "0"
 START_METHOD = "spawn" if machine.has_gpu() or not FORK_RANKS else "forkserver"
 """How multiprocessing starts a process; CUDA must not be initialized before a fork."""
 
-SUBPROCESSES_OF_TORCHRUN = (
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-)
-
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH", "HF_ENDPOINT", "HF_HOME"}
 """Environment variables that the dynamic linker, Python or a package reads when it starts."""
 
-STARTERS = {
-    "lm.launch": "lm.launch.spawn",
-    "lm.launch.torchrun": SUBPROCESSES_OF_TORCHRUN,
-    "lm.search": "lm.search.trials",
-    "torch.distributed.run": SUBPROCESSES_OF_TORCHRUN,
+MODULES = {
+    "determined.cli",
+    "determined.exec.launch",
+    "determined.exec.pid_client",
+    "determined.exec.pid_server",
+    "determined.exec.prep_container",
+    "determined.launch.torch_distributed",
+    "determined.launch.wrap_rank",
+    "lm.launch",
+    "lm.launch.torchrun",
+    "lm.search",
+    "tests.support.cluster.container",
+    "torch.distributed.run",
 }
-"""Programs that start Python programs, and the module in which each does."""
+"""Modules that can be programs of forked processes: those that start others."""
 
 PRELOADED = [
+    "determined.exec.prep_container",
     "tests.support.ranks",
     "tests.support.runs",
     "tests.support.transformers_imported",
@@ -89,9 +96,17 @@ def start_python(
         options: as of `subprocess.Popen`; streams are text.
     """
     command = [sys.executable, *arguments]
-    if fork and FORK_RANKS:
-        return ForkedProcess(command, env=env, text=True, **options)
-    return subprocess.Popen(command, env=env, text=True, **options)
+    if not fork:
+        return subprocess.Popen(command, env=env, text=True, **options)
+    return start_program(command, env, **options)
+
+
+def start_program(
+    command: Sequence[str], env: Mapping[str, str], **options: Any
+) -> subprocess.Popen[str]:
+    """Start a program with the environment `env`, forked if it can be and FORK_RANKS is not 0."""
+    popen = ForkedProcess if FORK_RANKS else subprocess.Popen
+    return popen(command, env=env, text=True, **options)
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,7 @@ class Start:
     arguments: list[str]
     folder: str
     env: dict[str, str]
+    stdin: Connection | None
     stdout: Connection | None
     stderr: Connection | None
     umask: int
@@ -108,55 +124,66 @@ class Start:
     preexec_fn: Any
 
     def run(self) -> None:
-        for signum in STOP_SIGNALS:
-            signal.signal(signum, signal.SIG_DFL)
+        for signum in signal.valid_signals():
+            if signum in STOP_SIGNALS or callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.SIG_DFL)
+        logging.root.handlers.clear()
+        logging.root.setLevel(logging.WARNING)
         os.umask(self.umask)
+        for number, stream in enumerate((self.stdin, self.stdout, self.stderr)):
+            if stream is not None:
+                os.dup2(stream.fileno(), number)
+                stream.close()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
         if self.new_session:
             os.setsid()
         if self.preexec_fn is not None:
             self.preexec_fn()
-        for number, stream in ((1, self.stdout), (2, self.stderr)):
-            if stream is not None:
-                os.dup2(stream.fileno(), number)
-                stream.close()
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.env)
         # Imported PyTorch has read this variable in another environment.
         torch.set_num_threads(int(self.env["OMP_NUM_THREADS"]))
         console.START = time.monotonic()
+        if "PYTHONPATH" in self.env:
+            sys.path.insert(0, self.env["PYTHONPATH"])
         if self.arguments[0] == "-m":
-            self._run_starter(self.arguments[1])
+            self._run_module(self.arguments[1])
             return
         sys.argv = self.arguments
-        sys.path[:0] = [str(Path(self.arguments[0]).parent), self.env["PYTHONPATH"]]
+        sys.path.insert(0, str(Path(self.arguments[0]).parent))
         runpy.run_path(self.arguments[0], run_name="__main__")
 
-    def _run_starter(self, name: str) -> None:
-        """Run a program of `STARTERS`, which forks what it starts from this process."""
+    def _run_module(self, name: str) -> None:
+        """Run one of `MODULES`, and fork the Python programs that it starts from this process."""
         ForkedProcess.start_method = "fork"
-        starts = SimpleNamespace(Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL)
-        module = importlib.import_module(STARTERS[name])
-        vars(module).update(Popen=ForkedProcess, subprocess=starts)
+        subprocess.Popen = subprocess_handler.Popen = ForkedProcess  # type: ignore[misc]
         sys.argv = self.arguments[1:]
         sys.modules.pop(name, None)  # runpy warns of one that is imported
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 class ForkedProcess(subprocess.Popen[str]):
-    """`subprocess.Popen` for Python programs, whose process is forked."""
+    """`subprocess.Popen`, whose process is forked if it runs one of `MODULES` or a Python file."""
 
     start_method = START_METHOD
+    _process: Any = None
 
     def _execute_child(self, *values: Any) -> None:
-        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
-        given = dict(zip(names, values, strict=True))
+        execute: Any = super()._execute_child  # type: ignore[misc]
+        given = dict(zip(inspect.signature(execute).parameters, values, strict=True))
+        arguments = _python_arguments(given["args"])
+        if arguments is None:
+            execute(*values)
+            return
         umask = os.umask(0)
         os.umask(umask)
         start = Start(
-            arguments=[argument for argument in given["args"][1:] if argument != "-u"],
+            arguments=arguments,
             folder=str(given["cwd"] or "."),
-            env=dict(given["env"]),
+            env=dict(os.environ if given["env"] is None else given["env"]),
+            stdin=_duplicate(given["p2cread"]),
             stdout=_duplicate(given["c2pwrite"]),
             stderr=_duplicate(given["errwrite"]),
             umask=umask,
@@ -171,15 +198,34 @@ class ForkedProcess(subprocess.Popen[str]):
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*[given[name] for name in pipes])  # type: ignore[attr-defined]
 
-    def _internal_poll(self, **_: object) -> int | None:
+    def _internal_poll(self, **how: Any) -> int | None:
+        if self._process is None:
+            return super()._internal_poll(**how)  # type: ignore[misc]
         self.returncode = self._process.exitcode
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
+        if self._process is None:
+            return super()._wait(timeout)  # type: ignore[misc]
         self._process.join(timeout)
         if self._internal_poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return self.returncode
+
+
+def _python_arguments(command: Any) -> list[str] | None:
+    """Return the arguments of the interpreter if `command` is a program that can be forked."""
+    if isinstance(command, str | bytes | os.PathLike):
+        return None
+    command = [os.fspath(argument) for argument in command]
+    if command[:2] == ["sh", "-c"] and command[2].startswith("python3 "):
+        command = shlex.split(command[2])  # an experiment's entrypoint
+    if command[0] not in ("python3", sys.executable):
+        return None
+    arguments = [argument for argument in command[1:] if argument != "-u"]
+    if arguments[0] == "-m":
+        return arguments if arguments[1] in MODULES else None
+    return arguments if arguments[0].endswith(".py") else None
 
 
 def _duplicate(descriptor: int) -> Connection | None:

@@ -1,8 +1,8 @@
 """Experiments and trials on the stand-in master, run by Determined's own code.
 
 `submit` sends the package as `det experiment create` does. `Trial` does what an agent does: it runs
-the container's entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`) in a mount
-namespace with a private `/run`. `run_experiment` does so for all trials of an experiment, as the
+the container's entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`) in private
+namespaces, see `container`. `run_experiment` does so for all trials of an experiment, as the
 master's scheduler does.
 """
 
@@ -24,19 +24,11 @@ from typing import Any
 import yaml
 
 from lm.launch.spawn import reserve_port
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
+from tests.support.cluster import container
 from tests.support.cluster.master import Allocation, Experiment, Master, TrialRecord
+from tests.support.forked import start_python
 from tests.support.hyperparameters import TINY
-
-UNSHARE = [
-    "unshare",
-    *(["--map-root-user"] if os.getuid() else []),
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-]
-"""Private mounts; all processes end with the container."""
 
 SHORT = TINY | {
     "max_steps": 12,
@@ -52,26 +44,6 @@ PASSWORD = "password-of-a-user"
 ENDED = ("STATE_COMPLETED", "STATE_ERROR")
 """States of trials that are not started again."""
 
-STORAGE = "/run/checkpoints"
-"""The checkpoint storage inside a container."""
-
-ENTRYPOINT = f"""
-set -e
-mount --make-rprivate /
-mount -t proc proc /proc
-mount -t tmpfs tmpfs /run
-mkdir -p /run/determined/info /run/determined/train /run/determined/workdir {STORAGE}
-mount --bind "$STORAGE_FOLDER" {STORAGE}
-cd /run/determined/workdir
-python3 -m determined.exec.prep_container --download_context_directory --resources --proxy
-set -x
-test -f startup-hook.sh && source startup-hook.sh
-set +x
-python3 -m determined.exec.prep_container --rendezvous
-exec python3 -m determined.exec.launch
-"""
-"""The commands of Determined's container entrypoint, in order."""
-
 FAILURES = (1, 256 - signal.SIGTERM)
 """Exit codes of a failed trial: torchrun's, or that of the signal that Determined's launcher sends
 if torchrun takes longer than 3 seconds to end."""
@@ -79,10 +51,11 @@ if torchrun takes longer than 3 seconds to end."""
 
 def unavailable_reason() -> str | None:
     """Return why no container can be started on this machine, or None."""
-    if shutil.which("unshare") is None:
-        return "unshare is missing (package util-linux)"
+    try_it = (
+        f"import {container.__name__} as c; c.enter_namespaces(); c.run('mount -t tmpfs x /run')"
+    )
     done = subprocess.run(
-        [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True, text=True
+        [sys.executable, "-c", try_it], cwd=REPOSITORY, capture_output=True, text=True
     )
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else None
 
@@ -95,7 +68,7 @@ def experiment(
     `None` removes a key.
     """
     config = yaml.safe_load((REPOSITORY / file).read_text())
-    config["checkpoint_storage"] = {"type": "directory", "container_path": STORAGE}
+    config["checkpoint_storage"] = {"type": "directory", "container_path": container.STORAGE}
     config["resources"] = config.get("resources", {}) | {"slots_per_trial": slots}
     changes = SHORT | hyperparameters
     merged = config["hyperparameters"] | changes
@@ -108,18 +81,19 @@ def submit(master: Master, config: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "experiment.yaml"
     file.write_text(yaml.safe_dump(dict(config)))
-    cli = [sys.executable, "-m", "determined.cli", "-m", master.url]
-    command = [*cli, "experiment", "create", str(file), str(REPOSITORY)]
+    command = ["-m", "determined.cli", "-m", master.url]
+    command += ["experiment", "create", str(file), str(REPOSITORY)]
     login = {
         "DET_USER": "tester",
         "DET_PASS": PASSWORD,
         "HOME": str(folder),
         "XDG_CONFIG_HOME": str(folder),
     }
-    done = subprocess.run(
-        command, env=os.environ | login, capture_output=True, text=True, timeout=300
+    cli = start_python(
+        command, os.environ | login, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output, _ = cli.communicate(timeout=PATIENCE)
+    assert cli.returncode == 0, output
 
 
 class Trial:
@@ -127,6 +101,8 @@ class Trial:
 
     Args:
         hyperparameters: as chosen by the search; None = the experiment's.
+        fork: whether the container's Python programs are forked. They have then imported `lm` from
+            the repository.
     """
 
     def __init__(
@@ -137,6 +113,7 @@ class Trial:
         folder: Path,
         latest: str | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
+        fork: bool = True,
         **env: str,
     ) -> None:
         self.master = master
@@ -146,17 +123,16 @@ class Trial:
         variables = {
             name: value for name, value in os.environ.items() if not name.startswith("DET_")
         }
-        variables |= environment(master, self.allocation, hyperparameters) | {
-            "STORAGE_FOLDER": str(master.storage)
-        }
+        variables |= environment(master, self.allocation, hyperparameters)
         with self._output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*UNSHARE, "bash", "-c", ENTRYPOINT],
-                env=variables | env,
+            self.process = start_python(
+                ["-m", container.__name__, str(master.storage)],
+                variables | env,
+                fork=fork,
+                cwd=REPOSITORY,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-
         self.allocation.kill = self.process.kill
 
     def __enter__(self) -> Trial:
@@ -194,8 +170,14 @@ def run(
     return trial
 
 
-def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None:
-    """Run the trials of a new or continued experiment in turn, then collect its checkpoints."""
+def run_experiment(
+    master: Master, experiment: Experiment, folder: Path, *, fork: bool = True
+) -> None:
+    """Run the trials of a new or continued experiment in turn, then collect its checkpoints.
+
+    Args:
+        fork: as of `Trial`.
+    """
     searcher = experiment.searcher
     assert searcher is not None
     if not searcher.points:
@@ -214,7 +196,7 @@ def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None
                 time.sleep(0.1)
                 continue
             record = waiting[0]
-            has_ended = run_once(master, experiment, record, folder)
+            has_ended = run_once(master, experiment, record, folder, fork)
             if has_ended and searcher.replaces(record.id, record.state):
                 master.create_trial(experiment)
         if experiment.state == "STATE_STOPPING_KILLED":
@@ -228,9 +210,11 @@ def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None
         experiment.state = ended
 
 
-def run_once(master: Master, experiment: Experiment, record: TrialRecord, folder: Path) -> bool:
+def run_once(
+    master: Master, experiment: Experiment, record: TrialRecord, folder: Path, fork: bool
+) -> bool:
     """Start a trial and wait for its exit; return whether it has completed or failed for good."""
-    finished = run(master, record.id, folder=folder, hyperparameters=record.hparams)
+    finished = run(master, record.id, folder=folder, hyperparameters=record.hparams, fork=fork)
     if finished.allocation.acknowledged:
         return False
     policies = [
