@@ -575,7 +575,7 @@ class Outage:
     """A storage that fails until a run has reported twice more, and two requests at least."""
 
     kind: Any
-    n_reports: int = 0
+    n_reports: int
     """when it began"""
     n_failed: int = 0
     is_over: bool = False
@@ -589,34 +589,55 @@ class Outage:
         return self.kind
 
 
+WAIT_FOR_OUTAGES = """
+import time
+from lm.checkpoint import bucket
+from lm.data.loader import Loader
+
+bucket.REQUEST_SECONDS = 1.0
+training = Loader.training
+
+def wait_for_outages(self, start):
+    for step, batch in enumerate(training(self, start), start):
+        while step in (4, 8, 12) and not os.path.exists(f"outage-{step}"):
+            time.sleep(0.01)
+        yield batch
+
+Loader.training = wait_for_outages
+"""
+
+
 @pytest.mark.slow
 def test_storage_failure_during_a_save_stalls_no_training(
     s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    hp = EXACT_RUN | {"max_steps": 40, "checkpoint_rate": 10, "total_batch_size": 32}
-    assert run_fsdp(tmp_path / "disk", config=hp).returncode == 0
-    outages = [Outage(kind) for kind in ("away", (500, "InternalError"), "stall")]
+    hp = EXACT_RUN | {"max_steps": 16, "checkpoint_rate": 4}
+    run_fsdp(tmp_path / "disk", config=hp, code=0)
+    kinds = ["stall", (500, "InternalError"), "away"]
+    outages: list[Outage] = []
     seen: set[str] = set()
     metrics = tmp_path / "s3" / "runs" / "test" / "metrics.jsonl"
 
     def fail(method: str, path: str) -> Any:
         """Fail from each checkpoint's second file on, until training has gone on meanwhile."""
         n_reports = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        if method == "PUT" and "/optim-" in path and path not in seen and len(seen) < len(outages):
-            outages[len(seen)].n_reports = n_reports
+        if method == "PUT" and "/optim-" in path and path not in seen and kinds:
+            outages.append(Outage(kinds.pop(), n_reports))
             seen.add(path)
-        return outages[len(seen) - 1].fail(n_reports) if seen else None
+            (tmp_path / "s3" / f"outage-{4 * len(outages)}").touch()
+        return outages[-1].fail(n_reports) if outages else None
 
     proxy.fault = fail
-    script = "from lm.checkpoint import bucket\nbucket.REQUEST_SECONDS = 1.0"
-    done = run_fsdp(tmp_path / "s3", f"checkpoint_storage={s3}", config=hp, script=script)
-    assert done.returncode == 0, done.stderr
+    done = run_fsdp(
+        tmp_path / "s3", f"checkpoint_storage={s3}", config=hp, script=WAIT_FOR_OUTAGES, code=0
+    )
     assert done.stderr.count("retrying for") >= 2
     assert read_exact_metrics(tmp_path / "s3") == read_exact_metrics(tmp_path / "disk")
+    assert not kinds
     assert all(outage.is_over for outage in outages), "training waited"
     (last, *_) = reversed(BucketCheckpoints(f"{s3}/test").list_saved()[0])
     there = UrlLocation(f"{s3}/test/checkpoints/{last.name}").read_manifest()
-    assert there.files == read_manifest(checkpoints_by_step(tmp_path / "disk")[40]).files
+    assert there.files == read_manifest(checkpoints_by_step(tmp_path / "disk")[16]).files
 
 
 def test_storage_download_failure_uploads_no_older_metrics(
