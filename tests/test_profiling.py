@@ -93,7 +93,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "torch_profiler=true",
         "core_api_profiler=true",
     )
-    done = run_fsdp(folder, *overrides, ranks=2, config=text | {"prompt": "to be"}, code=0)
+    how: dict[str, Any] = {"config": text | {"prompt": "to be"}, "MPLBACKEND": "agg"}
+    done = run_fsdp(folder, *overrides, ranks=2, code=0, **how)
     (folder / "output").write_text(done.stdout)
     return folder
 

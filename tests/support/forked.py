@@ -151,6 +151,8 @@ class Start:
         if self.arguments[0] == "-m":
             self._run_module(self.arguments[1])
             return
+        if "MPLBACKEND" not in self.env:  # to draw the report takes a third of a short run
+            sys.modules["matplotlib"] = None  # type: ignore[assignment]
         sys.argv = self.arguments
         sys.path.insert(0, str(Path(self.arguments[0]).parent))
         runpy.run_path(self.arguments[0], run_name="__main__")
