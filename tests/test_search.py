@@ -9,10 +9,9 @@ import random
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -34,8 +33,9 @@ from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
 from lm.search.report import Row, Table
 from lm.search.search import Search
 from tests.soak_search import Soak, start
-from tests.support import PATIENCE, REPOSITORY
+from tests.support import PATIENCE
 from tests.support.cluster.searcher import Halving
+from tests.support.forked import start_python
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
 from tests.support.hyperparameters import LLAMA_STYLE, OF_TRANSFORMERS, TINY
 from tests.support.runs import run_fsdp, wait_until
@@ -431,6 +431,13 @@ def losses_by_trial(name: str) -> dict[str, dict[int, float]]:
     return losses
 
 
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """Return what a process has printed to stdout and stderr at its end, with this exit code."""
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, errors
+    return output, errors
+
+
 @pytest.fixture
 def _signals() -> Iterator[None]:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -452,25 +459,20 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
     wait_until(lambda: list(Path("runs/killed").glob("trial-*/metrics.jsonl")))
     killed.kill()
     killed.communicate()
-    rerun = start(Path.cwd(), "run_name=killed", "--parallel", "2")
-    output, errors = rerun.communicate(timeout=PATIENCE)
-    assert rerun.returncode == 0, errors
-    printed = whole.communicate(timeout=PATIENCE)[0].splitlines()[-1].split()
+    output, _ = finish(start(Path.cwd(), "run_name=killed", "--parallel", "2"))
+    printed = finish(whole)[0].splitlines()[-1].split()
     assert printed[-1] == "run_name=whole-best"
 
     expected = losses_by_trial("whole")
     _, config, _ = printed[-3:]
     best = Path(config).parent.name
-    arguments = [sys.executable, *printed[1:]]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    subprocess.run(arguments, env=environment, check=True, capture_output=True)
+    arguments = printed[1:]
+    finish(start_python(arguments, os.environ, stdout=PIPE, stderr=PIPE))
     again = losses_by_trial("")["whole-best"]
     assert again == expected[best]
-    as_a_run = subprocess.run(
-        [*arguments[:-1], "run_name=whole"], env=environment, check=False, capture_output=True
-    )
-    assert as_a_run.returncode == ConfigError.exit_code
-    assert b"is a search" in as_a_run.stderr
+    arguments[-1] = "run_name=whole"
+    as_a_run = start_python(arguments, os.environ, stdout=PIPE, stderr=PIPE)
+    assert "is a search" in finish(as_a_run, ConfigError.exit_code)[1]
     assert losses_by_trial("killed") == expected
     assert max(max(losses) for losses in expected.values()) == 8
     report = Path("runs/killed/report.md").read_text()
@@ -480,9 +482,7 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
 
     write_experiment(searcher | {"max_trials": 5}, hyperparameters)
     again = ["tiny.yaml", "run_name=killed", "--parallel", "2"]
-    changed = start(Path.cwd(), *again[1:])
-    _, errors = changed.communicate(timeout=PATIENCE)
-    assert changed.returncode == ConfigError.exit_code
+    _, errors = finish(start(Path.cwd(), *again[1:]), ConfigError.exit_code)
     assert "searcher.max_trials: was 4, is now 5" in errors
     write_experiment(searcher, hyperparameters)
     assert command.main(again) == 0
@@ -502,8 +502,7 @@ def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
     metrics = Path("runs/tiny/trial-1/metrics.jsonl")
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     search.send_signal(signum)
-    output, errors = search.communicate(timeout=PATIENCE)
-    assert search.returncode == 0, errors
+    output, _ = finish(search)
     assert "rerun the same command" in output
     assert list(Path("runs/tiny/trial-1/checkpoints").glob("*/manifest.json"))
     assert not Path("runs/tiny/trial-2").exists()
@@ -516,8 +515,7 @@ def test_search_restarts_a_trial_that_was_killed() -> None:
     trial = Path("runs/tiny/trial-1")
     wait_until((trial / "metrics.jsonl").exists)
     os.kill(int((trial / "lock").read_text().split()[1]), signal.SIGKILL)
-    output, errors = search.communicate(timeout=PATIENCE)
-    assert search.returncode == 0, errors
+    output, _ = finish(search)
     assert "before step 300" in output
     assert "(" not in output.partition("trains to step")[2].splitlines()[0]  # nothing is searched
     assert not re.search("best: trial-1, loss .*:", output)
@@ -723,7 +721,6 @@ def test_search_does_not_adopt_other_trials(prepare: Callable[[], Any], parts: l
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_signals")
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -741,20 +738,17 @@ def test_search_ends_where_its_data_change(change: Callable[[Path], Any], proble
         search = start(Path.cwd())
         wait_until(lambda: 8 in losses_by_trial("tiny").get("trial-1", {}))
         change(Path("val.txt"))
-    _, errors = search.communicate(timeout=PATIENCE)
-    assert search.returncode == ConfigError.exit_code
+    _, errors = finish(search, ConfigError.exit_code)
     (line,) = errors.splitlines()
     assert "trial-2 does not start" in line
     assert problem in line
     assert "run the same command again" in line
     assert not (second / "dropped").exists()
-    rerun = start(Path.cwd())
-    output, errors = rerun.communicate(timeout=PATIENCE)
-    assert rerun.returncode == ConfigError.exit_code
+    output, errors = finish(start(Path.cwd()), ConfigError.exit_code)
     assert problem in errors
     assert "trial-2" not in output
     write_data()
-    assert command.main(["tiny.yaml"]) == 0
+    finish(start(Path.cwd()))
     assert {max(losses) for losses in losses_by_trial("tiny").values()} == {8}
 
 
@@ -764,8 +758,7 @@ def test_trial_does_not_resume_from_a_checkpoint_of_other_data() -> None:
     write_data()
     hyperparameters = SMALL | TEXT | {"lr": 0.01, "run_name": "tiny/trial-1"}
     write_experiment({"name": "single", "metric": "loss"}, SMALL | TEXT | {"lr": 0.01})
-    first = run_fsdp(Path.cwd(), "stop_at_step=4", config=hyperparameters)
-    assert first.returncode == 0, first.stderr
+    run_fsdp(Path.cwd(), "stop_at_step=4", config=hyperparameters, code=0)
     Path("val.txt").write_text("other text " * 3000)
     (trial,) = Search(Path("tiny.yaml"), []).trials
     inputs = json.dumps(trial.settings.inputs)
@@ -778,14 +771,10 @@ def test_trial_does_not_resume_from_a_checkpoint_of_other_data() -> None:
 @pytest.mark.slow
 def test_complete_trial_whose_result_is_lost_is_not_dropped() -> None:
     write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01})
-    first = start(Path.cwd())
-    _, errors = first.communicate(timeout=PATIENCE)
-    assert first.returncode == 0, errors
+    finish(start(Path.cwd()))
     metrics = Path("runs/tiny/trial-1/metrics.jsonl")
     metrics.write_text("")
-    rerun = start(Path.cwd())
-    _, errors = rerun.communicate(timeout=PATIENCE)
-    assert rerun.returncode == ConfigError.exit_code
+    _, errors = finish(start(Path.cwd()), ConfigError.exit_code)
     assert "trial-1 is complete: its metrics.jsonl lacks step 8" in errors
     assert not (metrics.parent / "dropped").exists()
 
@@ -794,9 +783,7 @@ def test_complete_trial_whose_result_is_lost_is_not_dropped() -> None:
 def test_search_ends_where_all_trials_are_refused_alike() -> None:
     too_large = {"d_model": 32768, "n_layers": 64}  # for this machine
     write_experiment({"name": "random", "metric": "loss", "max_trials": 20}, SMALL | too_large)
-    search = start(Path.cwd())
-    _, errors = search.communicate(timeout=PATIENCE)
-    assert search.returncode == ConfigError.exit_code
+    _, errors = finish(start(Path.cwd()), ConfigError.exit_code)
     assert "the first 3 trials were refused alike" in errors
     assert len(list(Path("runs/tiny").glob("trial-*"))) == 3
     assert not list(Path("runs/tiny").glob("trial-*/dropped"))
@@ -810,15 +797,14 @@ def test_killed_searches_whose_data_change_rank_equal_trials() -> None:
 @pytest.mark.slow
 def test_search_waits_for_a_trial_that_is_still_saving() -> None:
     """A search that was killed leaves trials that save, and hold their directory meanwhile."""
-    write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01})
-    trial = Path("runs/tiny/trial-1")
-    trial.mkdir(parents=True)
-    with FileLock((trial / "lock").absolute()):
-        search = start(Path.cwd())
-        wait_until((trial.parent / "search.json").exists)
-        time.sleep(3)  # a search that does not wait starts the trial, or ends
+    write_experiment({"name": "random", "metric": "loss", "max_trials": 2}, SMALL)
+    second = Path("runs/tiny/trial-2")
+    second.mkdir(parents=True)
+    with FileLock((second / "lock").absolute()):
+        search = start(Path.cwd(), "--parallel", "2")
+        wait_until(lambda: 8 in losses_by_trial("tiny").get("trial-1", {}))
         assert search.poll() is None
-        assert not (trial / "config.yaml").exists()
-    output, errors = search.communicate(timeout=PATIENCE)
-    assert search.returncode == 0, errors
+        assert not (second / "config.yaml").exists()
+    output, _ = finish(search)
     assert "before step" not in output
+    assert 8 in losses_by_trial("tiny")["trial-2"]
