@@ -123,7 +123,7 @@ def unfinished(folder: Path, storage: str | None) -> set[str]:
     """Checkpoints without a manifest: being written, or abandoned."""
     where = place(folder, storage)
     if isinstance(where, BucketCheckpoints):
-        time.sleep(0.01)  # callers poll
+        time.sleep(0.05)  # callers poll
         return {name for name, files in where.files().items() if MANIFEST not in files}
     assert isinstance(where, LocalCheckpoints)
     return {
@@ -169,7 +169,7 @@ class Job:
                 return False
             if time.monotonic() > deadline:
                 raise SoakError(f"no progress within {TIMEOUT} s")
-            time.sleep(0.0005)
+            time.sleep(0.002)
         return True
 
     def finish(self) -> int:
@@ -292,13 +292,23 @@ def compare(reference: Path, folder: Path, storage: str | None, complete: bool) 
 
 
 def soak(
-    root: Path, count: int, seed: int, ranks: int, storage: str | None = None
+    root: Path,
+    count: int,
+    seed: int,
+    ranks: int,
+    storage: str | None = None,
+    *,
+    in_operations: bool = True,
 ) -> dict[tuple[str, str, str], list[int]]:
-    """Interrupt runs `count` times; return the steps lost by kind, moment and way of saving."""
+    """Interrupt runs `count` times; return the steps lost by kind, moment and way of saving.
+
+    Args:
+        in_operations: whether some runs are killed in a file operation, which needs a library that
+            is loaded when their interpreters start.
+    """
     draw = random.Random(seed)
     reference = root / "reference"
-    faults = preload(root) | {"FAULT_WITH": "kill"}
-    counter = Path(faults["FAULT_COUNTER"])
+    faults = preload(root) | {"FAULT_WITH": "kill"} if in_operations else {}
     env = faults | {"FAULT_BELOW": f"{reference}/runs/", "FAULT_AT": "0"}
     with started(reference, ranks, storage, **env) as job:
         job.wait_until(lambda: last_step(reference))
@@ -306,7 +316,7 @@ def soak(
         if job.finish():
             raise SoakError(job.output)
     length = time.monotonic() - started_at
-    n_operations = operations(counter)
+    n_operations = operations(Path(faults["FAULT_COUNTER"])) if faults else 0
     made = 0
     number = 0
     lost: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
@@ -319,8 +329,8 @@ def soak(
             if storage and draw.random() < 0.5:
                 shutil.rmtree(folder, ignore_errors=True)
             env = {}
-            if made < count and draw.random() < OPERATIONS:
-                counter.write_bytes(bytes(8192))
+            if faults and made < count and draw.random() < OPERATIONS:
+                Path(faults["FAULT_COUNTER"]).write_bytes(bytes(8192))
                 at = str(draw.randint(1, n_operations))
                 env = faults | {"FAULT_AT": at, "FAULT_BELOW": f"{folder}/runs/"}
             with started(folder, ranks, storage, override, **env) as job:

@@ -76,8 +76,6 @@ EXPERIMENT: dict[str, Any] = {
 CHANGED_AT_START, CHANGED_WHILE_RUNNING, FILE_LOST, UNTOUCHED = 0.3, 0.3, 0.1, 0.2
 """Shares of the starts: the last one is of those that nothing ends early."""
 KINDS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
-LONGEST = 6.0
-"""seconds until a search is killed"""
 TIMEOUT = 600
 NOT_COMPARED = ("seconds", "second", "time", "memory", "mfu", "tokens_per")
 
@@ -153,6 +151,8 @@ class Soak:
     expected: dict[Variant, tuple[Any, Reports]] = field(default_factory=dict)
     """inputs and reports of undisturbed searches"""
     outcomes: Counter[str] = field(default_factory=Counter[str])
+    _seconds: float = 0.0
+    """that the latest undisturbed search has taken: a moment of another is drawn from it"""
     _n_searches: int = 0
     _n_killed: int = 0
 
@@ -162,16 +162,19 @@ class Soak:
             folder = self.root / f"reference-{variant}"
             folder.mkdir()
             write_data(folder, variant)
+            began = time.monotonic()
             search = start(folder, "--parallel", "2")
             output, errors = search.communicate(timeout=TIMEOUT)
             if search.returncode:
                 raise SoakError(f"{folder}: {output}{errors}")
+            self._seconds = time.monotonic() - began
             (inputs,) = read_inputs(folder)
             self.expected[variant] = inputs, read_reports(folder)
         return self.expected[variant]
 
     def run(self, count: int) -> None:
         """Start searches until `count` were killed or stopped."""
+        self.reference(None)
         while self._n_killed < count:
             folder = self.root / f"search-{self._n_searches}"
             self._n_searches += 1
@@ -212,9 +215,9 @@ class Soak:
         """Change data and end the search at random moments. Return the signal; None = it ended."""
         moments: list[tuple[float, signal.Signals | None]] = []
         if self.draw.random() < CHANGED_WHILE_RUNNING:
-            moments.append((self.draw.uniform(0, LONGEST), None))
+            moments.append((self.draw.uniform(0, self._seconds), None))
         if self.draw.random() >= UNTOUCHED:
-            moments.append((self.draw.uniform(0, LONGEST), self.draw.choice(KINDS)))
+            moments.append((self.draw.uniform(0, self._seconds), self.draw.choice(KINDS)))
         began = time.monotonic()
         for moment, signum in sorted(moments, key=lambda each: each[0]):
             with suppress(subprocess.TimeoutExpired):
