@@ -478,6 +478,8 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            # Else transformers would draw its values, which takes most of the time on this device.
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]

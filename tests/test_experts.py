@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm.config.reading import read_hyperparameters
@@ -44,6 +42,7 @@ from tests.support.runs import (
     read_reports,
     run_fsdp,
 )
+from tests.support.step_counts import OperatorCounts
 
 MIXTURE = LLAMA_STYLE | {"n_experts": 5, "experts_per_token": 2, "d_ff": 24}
 
@@ -326,18 +325,6 @@ def test_training_equals_that_of_transformers(model_type: str) -> None:
 
 
 # ---- recomputation, compilation, generation
-
-
-class OperatorCounts(TorchDispatchMode):
-    """Counts calls of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def gradients_of(model: Transformer) -> tuple[RoutedLoss, dict[str, Tensor]]:

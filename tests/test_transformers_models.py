@@ -62,6 +62,7 @@ from tests.support.runs import (
     run_fsdp,
     train_in_world,
 )
+from tests.support.step_counts import OperatorCounts
 
 pytestmark = [
     pytest.mark.usefixtures("shared_cache"),
@@ -1035,6 +1036,21 @@ def test_buffers_stay_where_fsdp_has_moved_them(models: dict[str, Path]) -> None
     model.to_empty(device="cpu")
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *DENSE, "gpt_oss", LEAKY])
+def test_networks_without_values_draw_none_and_have_the_buffers_of_others(kind: str) -> None:
+    config = read_config(complete_values(kind))
+    drawn = build_network(config, on_meta=False)
+    with OperatorCounts() as operators:
+        network = build_network(config)
+    embeddings = [each for each in network.modules() if isinstance(each, nn.Embedding)]
+    # Which PyTorch itself draws.
+    assert operators.calls[torch.ops.aten.normal_.default] == len(embeddings)
+    buffers = dict(network.named_buffers())
+    assert buffers.keys() == dict(drawn.named_buffers()).keys()
+    for name, buffer in drawn.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0)
 
 
 def test_layers_that_a_class_multiplies_by_itself_have_no_adapters(tmp_path: Path) -> None:

@@ -102,6 +102,18 @@ class CountOperators(TorchDispatchMode):
         return group.size()
 
 
+class OperatorCounts(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class CountCopies(TorchFunctionMode):
     """Counts copies of tensors to the host, which on a CPU are no operator."""
 
