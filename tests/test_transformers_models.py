@@ -902,6 +902,17 @@ def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> Non
     assert found.refusals() == []
 
 
+def test_a_class_is_examined_once_for_all_sizes(capfd: pytest.CaptureFixture[str]) -> None:
+    def is_examined(**changes: Any) -> bool:
+        examine.examine(text_config({"model_type": "llama"} | changes))
+        return "examining llama" in capfd.readouterr().err
+
+    is_examined()
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 64}
+    assert not is_examined(hidden_size=8192, num_hidden_layers=80, vocab_size=128256, **heads)
+    assert is_examined(attention_bias=True)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_cache")
 def test_run_names_what_it_does_otherwise_for_a_class() -> None:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
 from lm.data.cache import cached, describe_packages, describe_program
@@ -166,30 +166,44 @@ class Examination(BaseModel, frozen=True):
 def examine(values: Mapping[str, Any]) -> Examination:
     """Return the answers for the class of the complete config `values`, from the cache if possible.
 
+    Models of a class that differ in sizes have the same small one, and so the same answers.
+
     Raises:
         ConfigError: no small model of it can be built, or it fails.
     """
-
-    def build(directory: Path) -> None:
-        warn(f"examining {values.get('model_type')}: what can be trained exactly with this class")
-        found = _examine(values)
-        (directory / _RESULT).write_text(found.model_dump_json(indent=1))
-
+    model_type = values.get("model_type")
     program = describe_program([*_PACKAGES, *_KERNELS])
-    entry = cached({"examination": values, **program}, build)
-    return Examination.model_validate_json((entry / _RESULT).read_bytes())
+    problems: list[str] = []
+    for config in small_configs(values, _derived_sizes(values)):
+        entry = cached({"examination": config, **program}, partial(_write_answers, config))
+        answers = _ANSWERS.validate_json((entry / _RESULT).read_bytes())
+        if isinstance(answers, Examination):
+            return answers
+        problems.append(answers)
+    problem = f"no small model of it computes: {problems[0]}"
+    raise ConfigError(f"{model_type}: cannot be examined, {problem}")
 
 
 _RESULT = "examination.json"
+_ANSWERS = TypeAdapter[Examination | str](Examination | str)
+"""What `examination.json` has: a string says why a small model does not compute."""
 
 
-def _examine(values: Mapping[str, Any]) -> Examination:
+def _write_answers(config: dict[str, Any], directory: Path) -> None:
+    warn(f"examining {config.get('model_type')}: what can be trained exactly with this class")
+    (directory / _RESULT).write_bytes(_ANSWERS.dump_json(_examine(config), indent=1))
+
+
+def _examine(config: dict[str, Any]) -> Examination | str:
+    """Return the answers for the small model of `config`, or why it does not compute."""
     started = time.process_time()
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     torch.set_num_threads(1)
     try:
-        small = _build_small(values)
+        small = _build_small(config)
+        if isinstance(small, str):
+            return small
         answers = _ask(small)
     finally:
         torch.set_num_threads(threads)
@@ -211,22 +225,17 @@ class _Small(NamedTuple):
     """as transformers builds it"""
 
 
-def _build_small(values: Mapping[str, Any]) -> _Small:
-    """Return a small random model, the smallest of `small_configs` that computes."""
-    problem = ""
-    for config in small_configs(values, _derived_sizes(values)):
-        try:
-            network = build_network(read_config(config), on_meta=False)
-            _randomize(network)
-            network.train()
-            _logits(network, _tokens(_DOCUMENTS[0])).sum().backward()
-            network.zero_grad()
-        except Exception as error:  # a config that the class refuses, in any way
-            problem = problem or one_line(error)
-            continue
-        return _Small(config, network)
-    model_type = values.get("model_type")
-    raise ConfigError(f"{model_type}: cannot be examined, no small model of it computes: {problem}")
+def _build_small(config: dict[str, Any]) -> _Small | str:
+    """Return a random model, or why it does not compute."""
+    try:
+        network = build_network(read_config(config), on_meta=False)
+        _randomize(network)
+        network.train()
+        _logits(network, _tokens(_DOCUMENTS[0])).sum().backward()
+        network.zero_grad()
+    except Exception as error:  # a config that the class refuses, in any way
+        return one_line(error)
+    return _Small(config, network)
 
 
 def _derived_sizes(values: Mapping[str, Any]) -> set[str]:
@@ -413,6 +422,7 @@ class _Exam:
     def __init__(self, small: _Small, *, hidden_states: bool) -> None:
         self.small = small
         self.hidden_states = hidden_states
+        self.sizes = measure_sizes(small.network)
         self.documents = [_tokens(length, i) for i, length in enumerate(_DOCUMENTS)]
 
     def build(
@@ -444,7 +454,7 @@ class _Exam:
             examined=examined,
             vocab_size=VOCABULARY,
             max_seq_len=128,
-            **measure_sizes(self.small.network)._asdict(),
+            **self.sizes._asdict(),
         )
         with torch.device("meta"):
             model = lora.add_adapters(TransformersModel(config), adapters, None)
