@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from model import (
     Transformer,
 )
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
-from tests.support.parallelism import EQUIVALENT_OPTIONS, PARITY_RUN, STRATEGIES, train_each
+from tests.support.parallelism import EQUIVALENT_OPTIONS, PARITY_RUN, sharding_of, train_each
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     checkpoints_by_step,
@@ -351,15 +352,20 @@ def test_recomputation_routes_once(mode: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "mode"), [("float32", "full"), ("bfloat16", "none")])
+@pytest.mark.parametrize(
+    ("dtype", "mode", "backend"),
+    [("float32", "full", "inductor"), ("bfloat16", "none", "aot_eager_decomp_partition")],
+)
 @pytest.mark.filterwarnings("ignore")  # of the compiler, which meets its own
-def test_compiled_blocks_have_one_graph(dtype: str, mode: Any) -> None:
+def test_compiled_blocks_have_one_graph(dtype: str, mode: Any, backend: str) -> None:
+    """Also of another dtype, which is traced only."""
     model = new_mixture(router_balance="bias").to(getattr(torch, dtype))
     eager = new_mixture(router_balance="bias").to(getattr(torch, dtype))
     if mode == "full":
         parallelize.apply_activation_checkpointing(model, mode)
     torch._dynamo.reset()
-    parallelize.compile_blocks(model, lambda block: torch.compile(block, fullgraph=True))
+    compile_graph = partial(torch.compile, fullgraph=True, backend=backend)
+    parallelize.compile_blocks(model, compile_graph)
     tolerance = 1e-5 if dtype == "float32" else 5e-2
     for seed in range(3):
         tokens = random_tokens(seed)
@@ -417,10 +423,27 @@ def test_active_parameters_are_those_of_the_experts_of_a_token() -> None:
 BALANCED = (
     PARITY_RUN | MIXTURE | {"n_experts": 3, "n_shared_experts": 1, "router_balance_rate": 0.1}
 )
-RUNS: dict[str, dict[str, Any]] = {
-    **{name: EQUIVALENT_OPTIONS[name] for name in (*STRATEGIES, "1x4", "recompute")},
-    "offload": EQUIVALENT_OPTIONS["offload"],
+WHOLE = {"full-shard": EQUIVALENT_OPTIONS["full-shard"]}
+GROUPS = {
+    name: sharding_of(name, 4) | {"batch_size": 1}
+    for name in ("hybrid-full-shard", "hybrid-grad-shard")
 }
+RUNS: dict[str, dict[int, dict[str, dict[str, Any]]]] = {
+    "adamw": {
+        1: WHOLE,
+        2: {
+            name: EQUIVALENT_OPTIONS[name]
+            for name in ("full-shard", "grad-shard", "no-shard", "1x4", "recompute", "offload")
+        },
+        4: WHOLE | GROUPS,
+    },
+    "muon": {
+        1: WHOLE,
+        2: {name: EQUIVALENT_OPTIONS[name] for name in ("full-shard", "no-shard")},
+        4: WHOLE | GROUPS,
+    },
+}
+"""by the optimizer, which shards change for Muon, and by ranks"""
 
 
 def test_muon_orthogonalizes_the_matrices_of_each_expert() -> None:
@@ -450,12 +473,9 @@ def test_muon_orthogonalizes_the_matrices_of_each_expert() -> None:
 def test_balance_is_equal_on_any_ranks_and_micro_batches(optimizer: str, tmp_path: Path) -> None:
     """Also on more ranks than experts."""
     expected: dict[int, dict[str, Any]] = {}
-    for n_ranks in (1, 2, 4):
+    for n_ranks, runs in RUNS[optimizer].items():
         directory = tmp_path / str(n_ranks)
         directory.mkdir()
-        runs = {"full-shard": RUNS["full-shard"]}
-        if n_ranks == 2:
-            runs = {name: RUNS[name] for name in RUNS if optimizer == "adamw" or name != "offload"}
         run_ranks(n_ranks, train_each, str(directory), runs, BALANCED | {"optimizer": optimizer})
         for name in runs:
             reports = read_reports(directory, name=name)
