@@ -183,7 +183,7 @@ def test_lora_trains_as_peft(
 
 
 OPTIONS = (
-    *STRATEGIES,
+    *(name for name in STRATEGIES if not name.startswith("hybrid")),
     "1x4",
     "1x4-no-shard-each",
     "one-unit",
@@ -191,6 +191,7 @@ OPTIONS = (
     "recompute-some",
     "offload",
 )
+"""of runs on two ranks, which hybrid strategies would train as the others"""
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.2},
     "dropout-recompute": {"lora_dropout": 0.2, "activation_checkpointing": "full"},
@@ -251,16 +252,6 @@ def test_lora_on_groups_of_ranks_trains_as_on_one(
     }
     for name, found in run_ranks(4, train_each, str(tmp_path), runs, {})[0].items():
         assert found == pytest.approx(losses["one"], rel=1e-5), name
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
-def test_lora_compiled_trains_the_same(
-    bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path
-) -> None:
-    run = settings(bases["llama"], compile=True, activation_checkpointing="full")
-    found = run_ranks(1, train_each, str(tmp_path), {"compiled": run}, {})[0]["compiled"]
-    assert found == pytest.approx(losses["one"], rel=1e-5)
 
 
 # ---- what is frozen
@@ -371,12 +362,19 @@ def test_lora_step_collectives(bases: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lora_compile_makes_two_graphs_of_blocks(bases: dict[str, Path], tmp_path: Path) -> None:
-    hyperparameters = settings(bases["llama"], compile=True, report_rate=100, lora_dropout=0.1)
-    steps = run_ranks(1, count_steps_of_each, str(tmp_path), {"compiled": hyperparameters})[0][
-        "compiled"
-    ]
-    assert [step.graphs for step in steps] == [0, 3, 3]  # and one of the loss
+def test_lora_compile_makes_two_graphs_of_blocks_and_trains_the_same(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Traced, without the code of PyTorch's compiler, which test_nf4.py runs."""
+    run = settings(bases["llama"], lora_dropout=0.1, activation_checkpointing="full")
+    runs = {"eager": run, "compiled": run | {"compile": True}}
+    steps = run_ranks(1, count_steps_of_each, str(tmp_path), runs)[0]
+    assert [step.graphs for step in steps["compiled"]] == [0, 3, 3]  # and one of the loss
+    eager, compiled = (
+        [report["loss"] for report in read_reports(tmp_path, name=name).values()] for name in runs
+    )
+    assert len(eager) == STEPS
+    assert compiled == pytest.approx(eager, rel=1e-6)
 
 
 def adapters_on(world: World, hyperparameters: dict[str, Any]) -> dict[str, Any]:
@@ -637,6 +635,7 @@ def resumable(bases: dict[str, Path]) -> dict[str, Any]:
         max_steps=6,
         checkpoint_rate=3,
         batch_size=1,
+        num_tokens=5,
         dataset="text",
     ) | {
         "train_data": str(REPOSITORY / "model.py"),
