@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType, MethodType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch
 from lm.launch.spawn import reserve_port
-from lm.runtime import watchdog
+from lm.runtime import rendezvous, watchdog
 from lm.runtime.failures import as_run_error
 from lm.runtime.rendezvous import choose_device, join_world
 from lm.runtime.watchdog import Heartbeat, Watchdog
@@ -137,6 +138,34 @@ def test_join_names_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> Non
     error = cannot_join(Launch())
     assert error.exit_code == 2
     assert str(error).startswith("rank 0: GLOO_SOCKET_IFNAME=eth99: ")
+
+
+def join_bound(world: World) -> list[int]:
+    """Join again with a default group that is bound to a device, as that of NCCL is."""
+    launch = world.launch
+    again = dist.PrefixStore("again", world.store)
+    dist.destroy_process_group()
+    initialize = dist.init_process_group
+
+    def initialize_bound(*args: Any, **kwargs: Any) -> None:
+        initialize(*args, **kwargs)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        everyone.bound_device_id = torch.device("cuda", 0)
+
+    with (
+        patch.object(rendezvous, "_make_store", return_value=again),
+        patch.object(dist, "init_process_group", initialize_bound),
+        join_world(launch, RANK_TIMEOUT) as joined,
+    ):
+        of_node: list[Any] = [None] * dist.get_world_size(joined.node)
+        dist.all_gather_object(of_node, launch.rank, group=joined.node)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # to be destroyed
+    return of_node
+
+
+def test_groups_of_nodes_split_no_communicator() -> None:
+    assert run_ranks(2, join_bound, nodes=2) == [[0], [1]]
 
 
 def listeners(_: World) -> list[str]:

@@ -99,18 +99,16 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload:
     cores = cpu_affinity()
     placements: list[Any] = [None] * launch.world_size
     dist.all_gather_object(placements, _Placement(launch.node_rank, cores), group=control)
-    ranks_of_node: dict[int, list[int]] = {}
+    neighbors: list[int] = []
     for rank, placement in enumerate(placements):
-        ranks_of_node.setdefault(placement.node_rank, []).append(rank)
-    node: Any
-    node, _ = dist.new_subgroups_by_enumeration(
-        list(ranks_of_node.values()), timeout=timeout, backend="gloo"
-    )
+        if placement.node_rank == launch.node_rank:
+            neighbors.append(rank)
+    # By the ranks of the node alone. In a call of all ranks, those of other nodes would split
+    # NCCL's communicator once per node, for a group that is not NCCL's.
+    node: Any = dist.new_group(neighbors, timeout, "gloo", use_local_synchronization=True)
 
     if not is_thread_count_set():
-        cores_of_neighbors = [
-            placement.cores for placement in placements if placement.node_rank == launch.node_rank
-        ]
+        cores_of_neighbors = [placements[rank].cores for rank in neighbors]
         torch.set_num_threads(choose_n_threads(cores, cores_of_neighbors))
     return World(launch, device, control, saver, node, store, tensor_timeout)
 
