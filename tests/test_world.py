@@ -115,9 +115,26 @@ def test_join_names_too_many_open_files() -> None:
     assert "ulimit -n" in str(error)
 
 
-def test_as_run_error_of_a_memory_error_without_text() -> None:
-    error = as_run_error(MemoryError(), 3)
-    assert str(error).startswith("rank 3: out of memory (MemoryError); ")
+NCCL_ERROR = "NCCL error in: NCCLUtils.cpp:94, unhandled {} error\nncclError: ...\nLast error:\n{}"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (MemoryError(), "MemoryError"),
+        (
+            dist.DistBackendError(NCCL_ERROR.format("cuda", "Cuda failure 2 'out of memory'")),
+            "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error",
+        ),
+        (
+            dist.DistBackendError(NCCL_ERROR.format("cuda", "Failed to CUDA calloc 64 bytes")),
+            "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error",
+        ),
+    ],
+    ids=["no text", "NCCL", "NCCL calloc"],
+)
+def test_as_run_error_of_too_little_memory(error: BaseException, cause: str) -> None:
+    assert str(as_run_error(error, 3)).startswith(f"rank 3: out of memory ({cause}); ")
 
 
 # With exit code 0, as `lm.launch` ends the other ranks for another.
@@ -362,8 +379,13 @@ SILENT = r"rank 0 \(last completed step 3\), which does not respond"
             False,
             f"lost the connection .*{SILENT}",
         ),
+        (
+            dist.DistBackendError(NCCL_ERROR.format("system", "/dev/shm: No space left")),
+            False,
+            rf"lost the connection .*{SILENT}.*\nrank 1 .*: NCCL: /dev/shm: No space left$",
+        ),
     ],
-    ids=["gloo", "store", "NCCL", "peer"],
+    ids=["gloo", "store", "NCCL", "peer", "disk"],
 )
 def test_watchdog_names_the_rank_that_was_waited_for(
     error: RuntimeError, store_ends: bool, part: str, monkeypatch: pytest.MonkeyPatch

@@ -11,8 +11,13 @@ import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
 
-_NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
-"""parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
+_NO_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "Cuda failure 2 'out of memory'",
+    "Failed to CUDA calloc",
+)
+"""parts of messages: of PyTorch in memory that is not pinned, and in pinned memory; of NCCL"""
 _DISCONNECTED = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -58,7 +63,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    return any(text in str(error) for text in _NO_HOST_MEMORY)
+    return any(text in str(error) for text in _NO_MEMORY)
 
 
 def out_of_memory_error(error: BaseException, rank: int, need: str | None = None) -> RunError:

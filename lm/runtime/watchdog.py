@@ -207,7 +207,7 @@ class Watchdog:
             self._stopped.set()
             return
         self._collective_failed = True  # the next heartbeats say so
-        explained = self._explain_failure(timed_out)
+        explained = self._explain_failure(timed_out, error)
         self._stopped.set()
         raise explained from error
 
@@ -221,8 +221,12 @@ class Watchdog:
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)
 
-    def _explain_failure(self, timed_out: bool) -> RunError:
-        """Return the error that names what a collective waited for, or lost."""
+    def _explain_failure(self, timed_out: bool, error: BaseException | None = None) -> RunError:
+        """Return the error that names what a collective waited for, or lost.
+
+        Args:
+            error: of the collective; None = it raised none.
+        """
         where = self._where()
         pause = self._recent_long_pause()
         if pause is not None:
@@ -247,6 +251,9 @@ class Watchdog:
             return ConfigError(*problems, rank_local=True)
         if timed_out:
             problems.append(f"{where}: its last collectives: {describe_last_collectives()}")
+        elif isinstance(error, dist.DistBackendError):  # which may have another cause
+            _, _, reason = str(error).rpartition("Last error:")
+            problems.append(f"{where}: NCCL: {' '.join(reason.split())}")
         return RunError(*problems, rank_local=True)
 
     def _recent_long_pause(self) -> float | None:
@@ -319,7 +326,7 @@ def _is_timeout(error: BaseException | None) -> bool:
 
 def _is_lost_connection(error: BaseException | None) -> bool:
     """Return whether `error` says that gloo or NCCL lost another rank."""
-    if isinstance(error, dist.DistBackendError):  # NCCL has no other errors than this and timeouts
+    if isinstance(error, dist.DistBackendError):  # of NCCL, whose text may name another cause
         return True
     return is_disconnection(error)
 
