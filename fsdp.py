@@ -70,6 +70,7 @@ from lm.objectives.objective import Losses, NextToken, Objective
 from lm.preflight import ResolvedRun, preflight
 from lm.report import write_report
 from lm.resume import load_checkpoint
+from lm.runtime.failures import explaining_out_of_memory
 from lm.runtime.preemption import PreemptionSignals
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
@@ -190,7 +191,7 @@ def execute(
         world.on_rank0(run.memory.print_step)
         return 0
     with (
-        run.memory.explaining_failure(world.rank),
+        explaining_out_of_memory(world.rank, run.memory.describe()),
         MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger,
     ):
         trainer = Trainer(run, world, context, store, watchdog, logger)

@@ -179,11 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_evaluate_arguments(arguments)
 
     # PyTorch takes seconds, which a wrong command line does not wait for.
+    from lm.runtime.failures import explaining_out_of_memory
     from lm.runtime.rendezvous import join_world
 
+    less = "use --dtype bfloat16, or a smaller --max-tokens"
     world = join_world(Launch.from_env(os.environ), _TIMEOUT)
     try:
-        with world:
+        with world, explaining_out_of_memory(world.rank, remedy=less):
             results = compare(args, world)
     except RunError as error:
         if world.rank == 0 or error.rank_local:

@@ -363,18 +363,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch  # takes seconds, which a wrong command line does not wait for
 
     from lm.hf.base import open_model
+    from lm.runtime.failures import explaining_out_of_memory
 
     if not is_thread_count_set():
         torch.set_num_threads(usable_cores())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = open_model(args.checkpoint, device, args.dtype, args.base, args.unquantized)
-    # `generate_batch` itself only needs no gradients, as it also runs between training steps.
-    with torch.inference_mode():
-        if args.chat:
-            chat(model, tokenizer, args)
-            return 0
-        for piece in generate_continuations(model, tokenizer, prompts, args):
-            print_text(piece)
+    less = "use --dtype bfloat16, or a smaller --batch-size or --max-new-tokens"
+    with explaining_out_of_memory(0, remedy=less):
+        model, tokenizer = open_model(
+            args.checkpoint, device, args.dtype, args.base, args.unquantized
+        )
+        # `generate_batch` itself only needs no gradients, as it also runs between training steps.
+        with torch.inference_mode():
+            if args.chat:
+                chat(model, tokenizer, args)
+                return 0
+            for piece in generate_continuations(model, tokenizer, prompts, args):
+                print_text(piece)
     return 0
 
 

@@ -6,8 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -17,7 +15,6 @@ from lm.errors import ConfigError
 from lm.fileio import REPOSITORY
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
-from lm.runtime.failures import is_out_of_memory, out_of_memory_error
 from lm.runtime.world import World
 from lm.training import lora, parallelize
 from lm.training.optim import Optimizer
@@ -150,16 +147,6 @@ class MemoryCheck:
         print(done.stdout, end="", flush=True)
         if done.returncode:
             raise ConfigError(*done.stderr.splitlines())
-
-    @contextmanager
-    def explaining_failure(self, rank: int) -> Iterator[None]:
-        """Say in an out-of-memory error of the block what the state takes."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise out_of_memory_error(error, rank, self.describe()) from error
 
 
 def check_memory(hp: Hyperparameters, dtype: torch.dtype | None, world: World) -> MemoryCheck:

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -115,6 +116,27 @@ def test_generate_prints_complete_characters_as_they_come(checkpoint: Path) -> N
         finally:
             process.kill()
     assert len(received) > characters
+
+
+WITH_100_MB = """
+import resource, sys
+from lm import generate
+from lm.hf import base
+
+pages, *_ = open("/proc/self/statm").read().split()
+limit = int(pages) * resource.getpagesize() + 10**8
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+sys.exit(generate.main())
+"""
+
+
+@pytest.mark.slow
+def test_generate_out_of_memory_names_the_options_that_help(checkpoint: Path) -> None:
+    options = ["--prompt", "G", "--samples", "20000", "--batch-size", "20000"]
+    command = [sys.executable, "-c", WITH_100_MB, str(checkpoint), *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 1
+    assert re.fullmatch("rank 0: out of memory .*; use --dtype .* --batch-size .*\n", done.stderr)
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,11 @@ _NO_MEMORY = (
     "Failed to CUDA calloc",
 )
 """parts of messages: of PyTorch in memory that is not pinned, and in pinned memory; of NCCL"""
+_LESS_MEMORY = (
+    "reduce memory with a smaller batch_size (total_batch_size can stay),"
+    " activation_checkpointing: full, activation_offload: true, cpu_offload: true, more ranks with"
+    " sharding: full-shard, or a smaller d_model or n_layers"
+)
 _DISCONNECTED = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -53,7 +60,7 @@ def as_run_error(error: BaseException | None, rank: int) -> RunError | None:
     if isinstance(error, OSError):
         return RunError(f"rank {rank}: {error}; the last checkpoint is kept", rank_local=True)
     if is_out_of_memory(error):
-        return out_of_memory_error(error, rank)
+        return _out_of_memory_error(error, rank)
     return None
 
 
@@ -66,23 +73,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(text in str(error) for text in _NO_MEMORY)
 
 
-def out_of_memory_error(error: BaseException, rank: int, need: str | None = None) -> RunError:
-    """Return what `error` of `is_out_of_memory` means.
+@contextmanager
+def explaining_out_of_memory(
+    rank: int, need: str | None = None, remedy: str = _LESS_MEMORY
+) -> Iterator[None]:
+    """Raise RunError if the block runs out of memory.
 
     Args:
         need: what the run needs; None = unknown.
+        remedy: what needs less.
     """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _out_of_memory_error(error, rank, need, remedy) from error
+
+
+def _out_of_memory_error(
+    error: BaseException, rank: int, need: str | None = None, remedy: str = _LESS_MEMORY
+) -> RunError:
     first_line, _, _ = str(error).partition("\n")
     cause = first_line or type(error).__name__  # Python's own has no text
     if need is not None:
         cause = f"{cause}; {need}"
-    return RunError(
-        f"rank {rank}: out of memory ({cause}); reduce memory with a smaller batch_size"
-        " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true,"
-        " cpu_offload: true, more ranks with sharding: full-shard, or a smaller d_model or"
-        " n_layers",
-        rank_local=True,
-    )
+    return RunError(f"rank {rank}: out of memory ({cause}); {remedy}", rank_local=True)
 
 
 def is_disconnection(error: BaseException | None) -> bool:
