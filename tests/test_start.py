@@ -172,3 +172,24 @@ def test_ctrl_c_during_imports_prints_no_traceback(arguments: list[str], tmp_pat
     )
     assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert done.stderr == ""
+
+
+PRINT_DUMP_SETTING = """
+import os
+from lm.launch.startup import setup_environment
+
+setup_environment()
+print(os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "0"), ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "1")]
+)
+def test_ranks_ask_others_for_no_dump_unless_the_user_does(
+    given: dict[str, str], expected: str
+) -> None:
+    command = [sys.executable, "-c", PRINT_DUMP_SETTING]
+    env = {"PYTHONPATH": str(REPOSITORY)} | given
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [expected]

@@ -28,6 +28,9 @@ def setup_environment() -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Less memory is lost to fragmentation.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # A rank whose NCCL loses another would ask all ranks for a dump, by a key that torchrun's store
+    # keeps: those of its next attempt would obey, and abort 8 minutes later.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # quiet profiler
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack traces for lost connections
     # These warn in every trial, for no reason.
