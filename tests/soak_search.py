@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,8 @@ EXPERIMENT: dict[str, Any] = {
 CHANGED_AT_START, CHANGED_WHILE_RUNNING, FILE_LOST, UNTOUCHED = 0.3, 0.3, 0.1, 0.2
 """Shares of the starts: the last one is of those that nothing ends early."""
 KINDS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
+LONGEST_AFTER_REPORT = 0.5
+"""seconds from the report after which a search is disturbed"""
 TIMEOUT = 600
 NOT_COMPARED = ("seconds", "second", "time", "memory", "mfu", "tokens_per")
 
@@ -132,6 +133,11 @@ def read_reports(folder: Path) -> Reports:
     return reports
 
 
+def n_reports(folder: Path) -> int:
+    """Return how many validations the trials have reported."""
+    return sum(len(reports) for reports in read_reports(folder).values())
+
+
 def read_inputs(folder: Path) -> list[Any]:
     """Return the different inputs that trials have been started with."""
     inputs: list[Any] = []
@@ -151,8 +157,6 @@ class Soak:
     expected: dict[Variant, tuple[Any, Reports]] = field(default_factory=dict)
     """inputs and reports of undisturbed searches"""
     outcomes: Counter[str] = field(default_factory=Counter[str])
-    _seconds: float = 0.0
-    """that the latest undisturbed search has taken: a moment of another is drawn from it"""
     _n_searches: int = 0
     _n_killed: int = 0
 
@@ -162,12 +166,10 @@ class Soak:
             folder = self.root / f"reference-{variant}"
             folder.mkdir()
             write_data(folder, variant)
-            began = time.monotonic()
             search = start(folder, "--parallel", "2")
             output, errors = search.communicate(timeout=TIMEOUT)
             if search.returncode:
                 raise SoakError(f"{folder}: {output}{errors}")
-            self._seconds = time.monotonic() - began
             (inputs,) = read_inputs(folder)
             self.expected[variant] = inputs, read_reports(folder)
         return self.expected[variant]
@@ -213,15 +215,18 @@ class Soak:
         self, folder: Path, search: subprocess.Popen[str], on_disk: list[Variant]
     ) -> signal.Signals | None:
         """Change data and end the search at random moments. Return the signal; None = it ended."""
-        moments: list[tuple[float, signal.Signals | None]] = []
+        moments: list[tuple[int, signal.Signals | None]] = []
         if self.draw.random() < CHANGED_WHILE_RUNNING:
-            moments.append((self.draw.uniform(0, self._seconds), None))
+            moments.append((self._draw_moment(folder), None))
         if self.draw.random() >= UNTOUCHED:
-            moments.append((self.draw.uniform(0, self._seconds), self.draw.choice(KINDS)))
-        began = time.monotonic()
+            moments.append((self._draw_moment(folder), self.draw.choice(KINDS)))
         for moment, signum in sorted(moments, key=lambda each: each[0]):
-            with suppress(subprocess.TimeoutExpired):
-                search.wait(max(0, began + moment - time.monotonic()))
+            while n_reports(folder) < moment:
+                if search.poll() is not None:
+                    return None
+                time.sleep(0.02)
+            time.sleep(self.draw.uniform(0, LONGEST_AFTER_REPORT))
+            if search.poll() is not None:
                 return None
             if signum is not None:
                 search.send_signal(signum)
@@ -229,6 +234,12 @@ class Soak:
             on_disk.append(self._choose(0.5))
             write_data(folder, on_disk[-1])
         return None
+
+    def _draw_moment(self, folder: Path) -> int:
+        """Draw after which report of its trials a search is disturbed; 0 = at its start."""
+        n_at_start = n_reports(folder)
+        n_in_all = sum(len(reports) for reports in self.reference(None)[1].values())
+        return self.draw.randint(n_at_start, max(n_at_start, n_in_all))
 
     def _judge(
         self, folder: Path, code: int, output: str, errors: str, on_disk: list[Variant]

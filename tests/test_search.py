@@ -790,8 +790,9 @@ def test_search_ends_where_all_trials_are_refused_alike() -> None:
 
 
 @pytest.mark.slow
-def test_killed_searches_whose_data_change_rank_equal_trials() -> None:
-    Soak(Path.cwd(), random.Random(0)).run(2)
+def test_killed_search_whose_data_change_ranks_equal_trials() -> None:
+    """With this seed: killed, refused on other data, completed on its own, refused on others."""
+    Soak(Path.cwd(), random.Random(1664510)).run(1)
 
 
 @pytest.mark.slow
