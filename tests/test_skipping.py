@@ -18,6 +18,7 @@ from lm.errors import ConfigError
 from lm.launch.launch import Launch
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
+from lm.training import skipping
 from lm.training.skipping import WINDOW, SkipConfig, SpikeFilter, check_skipped
 from tests.support.ranks import run_ranks
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp, train_in_world
@@ -110,9 +111,10 @@ def test_skip_steps_are_those_of_the_ranges() -> None:
 
 # ---- runs
 
-N_STEPS = 140
-RESUMED_STEP = 134
-POISONED = [131, 136, 140]
+SHORT_WINDOW = 48
+N_STEPS = 60
+RESUMED_STEP = 54
+POISONED = [51, 56, 60]
 RUN: dict[str, Any] = {
     "d_model": 32,
     "n_heads": 4,
@@ -152,6 +154,7 @@ def write_texts(ranks: int) -> None:
 
 
 def train_poisoned(world: World, folder: str) -> None:
+    skipping.WINDOW = SHORT_WINDOW
     os.chdir(folder)
     world.on_rank0(write_texts, world.size)
     ranges = [[step, step] for step in POISONED]
