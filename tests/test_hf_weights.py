@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from huggingface_hub import constants
@@ -213,15 +213,25 @@ def test_weights_are_not_downloaded_before_keys_are_checked(
     assert set(Hub.sent) == {"config.json", "generation_config.json"}
 
 
+USE_HUB = """
+from huggingface_hub import constants
+
+constants.ENDPOINT = "{hub}"
+constants.HUGGINGFACE_CO_URL_TEMPLATE = "{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+constants.HF_HUB_CACHE = "{cache}"
+"""
+"""What HF_ENDPOINT and HF_HOME do before the import, which a forked process has done."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["lora_rank=2"]], ids=["all", "lora"])
 def test_dry_run_downloads_no_weights(hub: str, settings: list[str], tmp_path: Path) -> None:
     Hub.sent.clear()
-    environment: dict[str, Any] = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home")}
+    script = USE_HUB.format(hub=hub, cache=tmp_path / "cache")
     config = {"init_from": "someone/llama", "max_steps": 1, "batch_size": 1}
-    run_fsdp(tmp_path, "--dry-run", *settings, config=config, code=0, **environment)
+    run_fsdp(tmp_path, "--dry-run", *settings, config=config, script=script, code=0)
     assert set(Hub.sent) == {"config.json", "generation_config.json"}
-    run_fsdp(tmp_path, *settings, config=config, code=0, **environment)
+    run_fsdp(tmp_path, *settings, config=config, script=script, code=0)
     assert "model.safetensors" in Hub.sent
 
 
