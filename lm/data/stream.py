@@ -67,10 +67,11 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         The documents and their fingerprint.
     """
     try:
-        import datasets
+        import datasets.config
     except ImportError:
         raise ConfigError(f"dataset: hf {requires('datasets')}") from None
     datasets.disable_progress_bars()
+    datasets.config.TORCH_AVAILABLE = False  # or its epoch is a tensor, and each worker imports it
     local = is_local(where)
     if not local:
         check_path(where, key)

@@ -53,6 +53,7 @@ class Worker(Iterator[Any]):
         self._connection, its_end = Pipe()
         arguments = [str(os.getpid()), str(its_end.fileno())]
         variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"}
+        variables["USE_TORCH"] = "0"  # `datasets` imports PyTorch otherwise
         # Blocked until the worker ignores them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
