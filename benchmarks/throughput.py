@@ -88,7 +88,11 @@ class Contender:
             stdout=subprocess.PIPE,
             stderr=self._errors,
         )
-        self._read_answer()
+        try:
+            self._read_answer()
+        except EndedError:
+            self.close()
+            raise
         self.first_step = time.perf_counter() - start
 
     def _read_answer(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.common import SHARES, STEP, compute_shares
+from benchmarks import throughput
+from benchmarks.common import SHARES, STEP, TensorBytes, compute_shares
 from benchmarks.curves import compute_deviations
 from benchmarks.sharding import PARTS, STRATEGIES, count_gathered_bytes, run_ranks
 from benchmarks.table import Row, measure
@@ -26,7 +28,17 @@ from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.training.parallelize import mesh_shape
 from tests.support import PATIENCE, REPOSITORY
+from tests.support.forked import FORK_RANKS, ForkedProcess
 from tests.support.hyperparameters import TINY
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """Python programs that this process starts are forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        if FORK_RANKS:
+            patch.setattr(subprocess, "Popen", ForkedProcess)
+        yield
 
 
 def event(cat: str, name: str, start: float, end: float) -> dict[str, Any]:  # milliseconds
@@ -86,28 +98,18 @@ def test_curves_deviation_is_of_the_mean_of_each_tenth() -> None:
 
 
 @pytest.mark.slow
-def test_throughput_measures_ours_and_fsdp1(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked")
+def test_throughput_measures_ours_and_fsdp1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = [f"{key}={value}" for key, value in TINY.items()]
-    short = [
-        "--nproc",
-        "1",
-        "--rounds",
-        "2",
-        "--steps",
-        "1",
-        "--json",
-        str(tmp_path / "found.json"),
-    ]
+    short = ["--nproc", "1", "--rounds", "2", "--steps", "1"]
     names = ["ours", "fsdp1-float32", "ours+vocab_size=0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.throughput", *settings, *short, "--contenders", *names],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "ours+vocab_size=0" in done.stderr  # reported, and left out
+    found = ["--json", str(tmp_path / "found.json")]
+    arguments = ["throughput", *settings, *short, *found, "--contenders", *names]
+    monkeypatch.setattr(sys, "argv", arguments)
+    throughput.main()
+    assert "ours+vocab_size=0" in capsys.readouterr().err  # reported, and left out
     (point,) = json.loads((tmp_path / "found.json").read_text())
     assert [result["name"] for result in point["results"]] == names[:2]
     for result in point["results"]:
@@ -117,6 +119,7 @@ def test_throughput_measures_ours_and_fsdp1(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("ours", "theirs"), [("load", "load-dcp"), ("generate", "generate-transformers")]
 )
@@ -128,22 +131,38 @@ def test_work_is_measured_next_to_others(ours: str, theirs: str, tmp_path: Path)
     assert min(times.ours + times.theirs) > 0
 
 
-def sharded(dtype: str | None) -> list[dict[str, Any]]:
-    """A point for each strategy, hybrid ones in groups of one rank."""
+@dataclass(frozen=True)
+class Sharded:
+    """A run of two ranks, and what `benchmarks.sharding` measures of it."""
+
+    hp: Hyperparameters
+    found: TensorBytes
+
+
+@pytest.fixture(scope="module")
+def sharded(forked: None) -> list[Sharded]:  # noqa: ARG001
+    """A run for each strategy, hybrid ones in groups of one rank.
+
+    First in float32, as products in bfloat16 need scratch memory on CPUs without it, then in
+    bfloat16.
+    """
     points: list[dict[str, Any]] = []
     for name in STRATEGIES:
-        point = TINY | {"max_seq_len": 64, "batch_size": 4, "amp_dtype": dtype, "sharding": name}
+        point = TINY | {"max_seq_len": 64, "batch_size": 4, "amp_dtype": None, "sharding": name}
         if name.startswith("hybrid"):
             point["shard_group_size"] = 1
         points.append(point)
-    return points
+    points += [point | {"amp_dtype": "bfloat16"} for point in points]
+    # Of several steps the least: gloo's thread can free a buffer later than the step needs it.
+    found = run_ranks(2, points, 5)
+    hps = [Hyperparameters.from_flat(point) for point in points]
+    return [Sharded(hp, each) for hp, each in zip(hps, found, strict=True)]
 
 
 @pytest.mark.slow
-def test_sharding_memory_equals_the_formulas() -> None:
-    points = sharded("bfloat16")
-    for point, found in zip(points, run_ranks(2, points, 0), strict=True):
-        hp = Hyperparameters.from_flat(point)
+def test_sharding_memory_equals_the_formulas(sharded: list[Sharded]) -> None:
+    for run in sharded[len(STRATEGIES) :]:
+        hp, found = run.hp, run.found
         shards = mesh_shape(hp.parallel, 2, 2).shard
         assert [getattr(found, part) for part in PARTS] == [
             4 * hp.model.n_parameters // shards * times for times in (1, 1, 2)
@@ -155,15 +174,11 @@ def test_sharding_memory_equals_the_formulas() -> None:
 
 
 @pytest.mark.slow
-def test_sharding_peak_is_the_planned_one() -> None:
-    # In float32, as products in bfloat16 need scratch memory on CPUs without it.
-    points = sharded(None)
-    # Of several steps the least: gloo's thread can free a buffer later than the step needs it.
-    for point, found in zip(points, run_ranks(2, points, 5), strict=True):
-        hp = Hyperparameters.from_flat(point)
-        peak = found.parameters + found.moments + min(found.transient)
-        planned = fit.measure(hp, Ranks(None, "cpu", 2, 2, GIB)).peak
-        assert peak == pytest.approx(planned, rel=0.01), hp.parallel.sharding
+def test_sharding_peak_is_the_planned_one(sharded: list[Sharded]) -> None:
+    for run in sharded[: len(STRATEGIES)]:
+        peak = run.found.parameters + run.found.moments + min(run.found.transient)
+        planned = fit.measure(run.hp, Ranks(None, "cpu", 2, 2, GIB)).peak
+        assert peak == pytest.approx(planned, rel=0.01), run.hp.parallel.sharding
 
 
 INSTALLED = """

@@ -134,6 +134,7 @@ class Start:
             if stream is not None:
                 os.dup2(stream.fileno(), number)
                 stream.close()
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has closed it
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
         if self.new_session:
