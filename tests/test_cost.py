@@ -36,7 +36,6 @@ TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
 }
 FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
     "hybrid-full-shard": {"sharding": "hybrid-full-shard", "shard_group_size": 2},
-    "hybrid-grad-shard": {"sharding": "hybrid-grad-shard", "shard_group_size": 2},
     "hybrid-grad-shard-x3": {
         "sharding": "hybrid-grad-shard",
         "shard_group_size": 2,
@@ -55,12 +54,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCounts
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCounts]]:
     """Steps of the other runs, on the last rank."""
-    runs = TWO | {
-        f"recompute-{how}": {"activation_checkpointing": how}
-        for how in ("none", "selective", "full")
-    }
-    runs["compiled"] = {"compile": True}
-    runs["muon"] = {"optimizer": "muon"}
+    runs = TWO | {"muon": {"optimizer": "muon"}}
+    for how in ("selective", "full"):
+        runs[f"recompute-{how}"] = {"activation_checkpointing": how}
     two = run_ranks(2, count_steps_of_each, str(tmp_path_factory.mktemp("two")), runs)[-1]
     return two | run_ranks(4, count_steps_of_each, str(tmp_path_factory.mktemp("four")), FOUR)[-1]
 
@@ -145,22 +141,15 @@ def test_step_of_muon_has_two_all_to_alls_for_small_matrices(
 
 
 @pytest.mark.slow
-def test_compile_makes_one_graph_for_all_blocks(others: dict[str, list[StepCounts]]) -> None:
-    # One graph of a block and one of the head are compiled in the first step.
-    assert [step.graphs for step in others["compiled"]] == [0, 2, 2]
-
-
-@pytest.mark.slow
 def test_selective_checkpointing_repeats_no_product_or_attention(
-    others: dict[str, list[StepCounts]],
+    quick: dict[str, list[StepCounts]], others: dict[str, list[StepCounts]]
 ) -> None:
     attention, products = (
         "aten._scaled_dot_product_flash_attention_for_cpu",
         ("aten.mm", "aten.addmm"),
     )
-    nothing, selective, full = (
-        others[f"recompute-{how}"][-1].operators for how in ("none", "selective", "full")
-    )
+    nothing = quick["full-shard"][-1].operators
+    selective, full = (others[f"recompute-{how}"][-1].operators for how in ("selective", "full"))
     assert selective[attention] == nothing[attention] == 2  # blocks
     assert [selective[name] for name in products] == [nothing[name] for name in products]
     assert selective.total() > nothing.total()

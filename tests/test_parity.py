@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
@@ -33,9 +35,12 @@ from tests.support.parallelism import (
     PARITY_RUN,
     PARITY_STEPS,
     STRATEGIES,
+    read_losses,
+    sharding_of,
     train_each,
 )
 from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import train_in_world
 from tests.support.step_counts import Collective, count_steps_of_each
 
 
@@ -136,13 +141,10 @@ def test_two_ranks_train_as_one_process(
 def test_one_and_four_ranks_train_as_one_process(
     ranks: int, plain: list[float], tmp_path: Path
 ) -> None:
-    runs = {name: EQUIVALENT_OPTIONS[name] for name in STRATEGIES}
+    runs = {name: sharding_of(name, ranks) for name in STRATEGIES}
     if ranks == 4:
-        runs["groups-of-2"] = {"sharding": "hybrid-full-shard", "shard_group_size": 2}
-        runs["groups-of-2-each"] = runs["groups-of-2"] | {
-            "batch_size": 1,
-            "sync_each_micro_step": True,
-        }
+        each = {"batch_size": 1, "sync_each_micro_step": True}
+        runs["groups-of-2-each"] = runs["hybrid-full-shard"] | each
     for name, losses in run_ranks(ranks, train_each, str(tmp_path), runs)[0].items():
         assert losses == pytest.approx(plain, rel=1e-5), name
 
@@ -230,15 +232,29 @@ def test_lower_precision_trains_close_to_float32(
     assert others[dtype] != pytest.approx(plain, rel=1e-6)
 
 
+def train_compiled(world: World, directory: str) -> tuple[list[float], list[int]]:
+    """The losses, and how many graphs were compiled before each step."""
+    os.chdir(directory)
+    graphs: list[int] = []
+
+    def on_step_start(_step: int) -> None:
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    settings = {"compile": True, "activation_checkpointing": "full", "run_name": "compiled"}
+    train_in_world(world, PARITY_RUN | settings, on_step_start)
+    assert not counters["graph_break"]
+    return read_losses(Path(), "compiled"), graphs
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
-def test_compile_trains_the_same(plain: list[float], tmp_path: Path) -> None:
-    runs: dict[str, dict[str, Any]] = {
-        "compiled": {"compile": True, "activation_checkpointing": "full"}
-    }
-    assert run_ranks(1, train_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(
-        plain, rel=1e-5
-    )
+def test_compile_trains_the_same_with_one_graph_for_all_blocks(
+    plain: list[float], tmp_path: Path
+) -> None:
+    ((losses, graphs),) = run_ranks(1, train_compiled, str(tmp_path))
+    assert losses == pytest.approx(plain, rel=1e-5)
+    # One graph of a block and one of the head are compiled in the first step.
+    assert graphs == [0, 2, 2, 2, 2]
 
 
 FLOAT8: dict[str, Any] = {"amp_dtype": "bfloat16", "compile": False, "ffn": "gelu", "bias": "none"}
@@ -266,13 +282,12 @@ class Float8Runs:
 def train_with_float8(
     world: World, directory: str
 ) -> tuple[dict[str, list[float]], dict[str, Counter[Collective]]]:
-    losses = train_each(world, directory, RECIPES)
+    steps = count_steps_of_each(world, directory, RECIPES, PARITY_RUN)
+    losses = {name: read_losses(Path(directory), name) for name in RECIPES}
     (manifest,) = Path(directory, "runs", "stopped", "checkpoints").glob("*/manifest.json")
     resumed = RECIPES["tensorwise"] | {"resume": str(manifest.parent)}
     losses |= train_each(world, directory, {"resumed": resumed})
-    counted = {f"counted-{name}": RECIPES[name] for name in RECIPES if name != "stopped"}
-    steps = count_steps_of_each(world, directory, counted)
-    return losses, {name.removeprefix("counted-"): steps[name][-1].collectives for name in steps}
+    return losses, {name: counted[-1].collectives for name, counted in steps.items()}
 
 
 @pytest.fixture(scope="module")
@@ -316,8 +331,8 @@ def test_float8_all_gather_bytes(
     weights = TINY["d_model"] ** 2 * 12
     norms = 2 * TINY["d_model"]
     n_bytes = weights * bytes_of_a_weight + norms * 2  # norms are gathered in bfloat16
-    # Both blocks are gathered before forward and before backward.
-    assert float8_runs.collectives[recipe]["all-gather", 2, n_bytes] == 4
+    # In two micro-batches, both blocks are gathered before forward and before backward.
+    assert float8_runs.collectives[recipe]["all-gather", 2, n_bytes] == 8
 
 
 @pytest.mark.slow

@@ -45,8 +45,13 @@ def train_each(
     losses = {}
     for name, changes in runs.items():
         train_in_world(world, base | {"run_name": name} | changes)
-        losses[name] = [line["loss"] for line in read_reports(Path(), name=name).values()]
+        losses[name] = read_losses(Path(), name)
     return losses
+
+
+def read_losses(folder: Path, name: str) -> list[float]:
+    """Return the training losses that a run reported."""
+    return [line["loss"] for line in read_reports(folder, name=name).values()]
 
 
 OFFLOADED: dict[str, Any] = {"n_layers": 4, "max_seq_len": 32, "activation_offload": True}
@@ -55,7 +60,6 @@ OFFLOADED: dict[str, Any] = {"n_layers": 4, "max_seq_len": 32, "activation_offlo
 EQUIVALENT_OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"sharding": name} for name in STRATEGIES},
     "4x1": {"batch_size": 4},
-    "2x2": {"batch_size": 2},
     "1x4": {"batch_size": 1},
     "1x4-no-shard": {"batch_size": 1, "sharding": "no-shard"},
     "1x4-each": {"batch_size": 1, "sync_each_micro_step": True},

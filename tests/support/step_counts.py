@@ -132,12 +132,15 @@ class CountCopies(TorchFunctionMode):
 
 
 def count_steps_of_each(
-    world: World, directory: str, runs: dict[str, dict[str, Any]]
+    world: World,
+    directory: str,
+    runs: dict[str, dict[str, Any]],
+    base: dict[str, Any] = COUNTED_RUN,
 ) -> dict[str, list[StepCounts]]:
-    """Train with each of `runs`, changes of `COUNTED_RUN`.
+    """Train with each of `runs`, changes of `base`.
 
     Returns:
-        The three steps without a report, by name.
+        All steps but the last, by name.
     """
     os.chdir(directory)
     found = {}
@@ -149,9 +152,7 @@ def count_steps_of_each(
             else:  # a dispatch mode disables compilation
                 opened.enter_context(CountOperators(steps, world.control))
                 opened.enter_context(CountCopies(steps))
-            train_in_world(
-                world, COUNTED_RUN | {"run_name": name} | changes, partial(_start_step, steps)
-            )
+            train_in_world(world, base | {"run_name": name} | changes, partial(_start_step, steps))
         found[name] = steps[:-1]
     assert not counters["graph_break"]
     return found
