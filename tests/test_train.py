@@ -169,7 +169,7 @@ def test_original_example_memorizes_random_samples(
         "max_seq_len": 64,
         "lr": 1e-3,
     }
-    run_fsdp(tmp_path, "max_steps=100", ranks=2, config=hyperparameters | small, code=0)
+    run_fsdp(tmp_path, "max_steps=100", config=hyperparameters | small, code=0)
     training, validation = read_reports(tmp_path), read_reports(tmp_path, "validation")
     assert sorted(training) == sorted(validation) == list(range(10, 101, 10))
     uniform = math.log(500)
