@@ -44,7 +44,7 @@ from tests.support.runs import (
 )
 from tests.support.tokenizer_files import llama_tokenizer
 
-RUN = EXACT_RUN | {"total_batch_size": 12, "checkpoint_rate": 5, "max_steps": 10}
+RUN = EXACT_RUN | {"total_batch_size": 6, "checkpoint_rate": 5, "max_steps": 10}
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     root = tmp_path_factory.mktemp("interrupted")
     (root / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     question = {"context": "to be or", "choices": [" not to be", " that"], "gold": 0}
-    (root / "own.jsonl").write_text(f"{json.dumps(question)}\n" * 600)
+    (root / "own.jsonl").write_text(f"{json.dumps(question)}\n" * 40)
     run_fsdp(root / "reference", config=INTERRUPTED, code=0)
     folder = root / "interrupted"
     folder.mkdir()
@@ -459,21 +459,19 @@ def test_chat_template_date_is_that_of_the_first_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_decays_that_branch_equal_complete_runs(tmp_path: Path) -> None:
-    stable = tmp_path / "stable"
-    every_step = "keep_checkpoints=null"
-    run_fsdp(stable, "max_steps=8", "checkpoint_rate=4", every_step, config=RUN, code=0)
-    for start, checkpoint in checkpoints_by_step(stable).items():
-        decay = ["lr_schedule=wsd", "decay_steps=3", f"max_steps={start + 3}"]
-        branch = tmp_path / f"branch-{start}"
-        complete = tmp_path / f"complete-{start}"
-        run_fsdp(branch, *decay, f"resume={checkpoint}", config=RUN, code=0)
-        run_fsdp(complete, *decay, config=RUN, code=0)
-        metrics = read_exact_metrics(complete)
-        assert metrics[start + 3]["lr"] < metrics[start]["lr"]
-        assert read_exact_metrics(branch) == {k: v for k, v in metrics.items() if k > start}
-        last = [checkpoints_by_step(folder)[start + 3] for folder in (branch, complete)]
-        assert read_manifest(last[0]).files == read_manifest(last[1]).files  # with checksums
+def test_decay_that_branches_equals_a_complete_run(tmp_path: Path) -> None:
+    stable, branch, complete = (tmp_path / name for name in ("stable", "branch", "complete"))
+    every = "keep_checkpoints=null"
+    run_fsdp(stable, "max_steps=6", "checkpoint_rate=4", every, config=RUN, code=0)
+    checkpoint = checkpoints_by_step(stable)[4]
+    decay = ["lr_schedule=wsd", "decay_steps=3", "max_steps=7"]
+    run_fsdp(branch, *decay, f"resume={checkpoint}", config=RUN, code=0)
+    run_fsdp(complete, *decay, config=RUN, code=0)
+    metrics = read_exact_metrics(complete)
+    assert metrics[7]["lr"] < metrics[4]["lr"]
+    assert read_exact_metrics(branch) == {k: v for k, v in metrics.items() if k > 4}
+    last = [checkpoints_by_step(folder)[7] for folder in (branch, complete)]
+    assert read_manifest(last[0]).files == read_manifest(last[1]).files  # with checksums
 
 
 COSINE = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
