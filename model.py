@@ -231,7 +231,8 @@ def make_mask(
         indices: of the tokens in the sequence, `(T,)`.
         document_start: see `find_document_starts`; None = each sequence is one document.
         end: S, the length of the sequence.
-        use_flex: whether masks of documents and of a window that hides tokens are FlexAttention's.
+        use_flex: whether masks of documents and of a window that hides tokens are FlexAttention's,
+            on a GPU if `can_compile`.
     """
     is_windowed = window is not None and end > window
     if document_start is None and use_flex and is_windowed:
@@ -266,7 +267,7 @@ def _document_mask(
         return (key <= query) & (key >= oldest_key[b, query])
 
     batch, length = document_start.shape
-    if use_flex:
+    if use_flex and (not indices.is_cuda or can_compile(indices.device)):
         create = compile_once(create_block_mask) if indices.is_cuda else create_block_mask
         return create(mask_mod, batch, None, length, length, device=indices.device)
     b = torch.arange(batch, device=indices.device)[:, None, None, None]
@@ -285,6 +286,18 @@ def limit_mask(mask: Tensor, window: int | None, position_ids: Tensor) -> Tensor
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, compiled; else FlexAttention would materialize the scores of all pairs."""
     return torch.compile(function, options=compiler_options())
+
+
+@functools.cache
+def can_compile(device: torch.device) -> bool:
+    """Return whether the compiler works for `device`; it needs e.g. a C compiler."""
+    from torch._dynamo.exc import BackendCompilerFailed  # imports the compiler
+
+    try:
+        compile_once(torch.neg)(torch.zeros(1, device=device))
+    except BackendCompilerFailed:
+        return False
+    return True
 
 
 def compiler_options() -> dict[str, Any]:

@@ -32,14 +32,17 @@ import fsdp
 from benchmarks.observer import StepObserver
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.config.hyperparameters import Hyperparameters
+from lm.data.loader import PairBatch
 from lm.determined.context import TorchDistributedContext
 from lm.metrics.device import peak_flops
+from lm.objectives.config import ObjectiveConfig
+from lm.objectives.dpo import DPO
 from lm.runtime.world import World
 from lm.training import parallelize, precision
 from model import Transformer
 from tests.support.hyperparameters import LLAMA_STYLE
 from tests.support.ranks import run_ranks
-from tests.support.runs import run_fsdp
+from tests.support.runs import read_reports, run_fsdp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -313,6 +316,47 @@ def copies(world: World) -> dict[str, float]:
     return found
 
 
+def steps_without_waiting(world: World) -> int:
+    """Completed steps of a run: after two, one that waits for the GPU is an error."""
+    completed = 0
+
+    def on_step_start(step: int) -> None:
+        nonlocal completed
+        completed = step
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        if step == 4:
+            raise StopIteration
+
+    rare = {"report_rate": 10**6, "skip_spikes": 6.0, "activation_checkpointing": "selective"}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            execute(world, RUN | rare | {"total_batch_size": 16}, Path(folder), on_step_start)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return completed
+
+
+def pairs_without_waiting(world: World) -> bool:
+    """Whether forward and backward of a pair of replies, once warm, do not wait for the GPU."""
+    hp = read(RUN)
+    mesh = world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
+    model = fsdp.build_model(hp, mesh, torch.bfloat16)
+    parallelize.initialize_parameters(model, 7)
+    numbers = torch.arange(8, device=world.device)
+    lengths = torch.tensor([5, 3], device=world.device)
+    pairs = PairBatch(numbers[None], None, numbers, numbers, [5, 3], lengths, numbers[:2])
+    config_of_pairs = ObjectiveConfig.model_validate({"objective": "dpo", "sft_weight": 1.0})
+    objective = DPO(config_of_pairs, 2, world.device)
+    try:
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            objective.losses(model, pairs).loss_sum.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -346,6 +390,8 @@ CASES: dict[str, Callable[[World], Any]] = {
         train, activation_checkpointing="full", activation_offload=True
     ),
     "copies": copies,
+    "steps_without_waiting": steps_without_waiting,
+    "pairs_without_waiting": pairs_without_waiting,
     "cpu_offload": functools.partial(train, cpu_offload=True),
     "compiled": functools.partial(train, compile=True),
     "float8": functools.partial(train, float8="tensorwise", compile=True),
@@ -457,6 +503,12 @@ def test_activation_offload_copies_while_kernels_run(result: Callable[[str], Any
         assert result("copies")[direction] > 0, direction
 
 
+@pytest.mark.gpu_quick
+def test_steps_do_not_wait_for_the_gpu(result: Callable[[str], Any]) -> None:
+    assert result("steps_without_waiting") == 4
+    assert result("pairs_without_waiting")
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_strategies_train_alike_on_two_gpus() -> None:
     others = list(ON_TWO_GPUS)
@@ -478,3 +530,21 @@ def test_gpu_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
         key in done.stderr for key in ("batch_size", "activation_checkpointing", "cpu_offload")
     )
     assert "Traceback" not in done.stderr
+
+
+def test_gpu_without_a_c_compiler_trains_on_documents(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("a short line\n\n" * 10_000)
+    settings = {key: value for key, value in RUN.items() if key != "compile"}
+    settings |= {"dataset": "text", "train_data": str(text), "max_steps": 2, "num_tokens": 0}
+    done = run_fsdp(
+        tmp_path,
+        config=settings,
+        code=0,
+        CC="/bin/false",
+        TRITON_CACHE_DIR=str(tmp_path / "triton"),
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
+    )
+    assert "cannot compile this model" in done.stderr
+    losses_found = [report["loss"] for report in read_reports(tmp_path).values()]
+    assert losses_found[0] == pytest.approx(math.log(RUN["vocab_size"]), rel=0.05)

@@ -31,6 +31,7 @@ from model import (
     ModelConfig,
     TargetScores,
     Transformer,
+    can_compile,
     chunk_cross_entropy,
     even_chunk_size,
 )
@@ -680,6 +681,8 @@ def test_model_that_cannot_be_compiled_computes_without(
     ends_run = pytest.raises(BackendCompilerFailed) if needed else nullcontext()
     with inductor.patch(no_compiler), ends_run, warnings.catch_warnings(action="ignore"):
         assert model(tokens, tokens) == expected
+        assert not can_compile(tokens.device)
     torch.compiler.reset()
+    can_compile.cache_clear()
     if not needed:
         assert capfd.readouterr().err.count("cannot compile this model: InvalidCxxCompiler") == 1
