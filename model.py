@@ -77,13 +77,18 @@ class AttentionInputs(NamedTuple):
     """see `needs_kv_repeat`"""
 
 
+WIDEST_HEAD = 256
+"""Largest head_width of FlashAttention, and of FlexAttention, as its tiles have to fit into the
+shared memory of a GPU"""
+
+
 def can_use_flex(config: ModelConfig, device: torch.device, training: bool) -> bool:
     """Return whether masked attention can use FlexAttention on `device`.
 
-    It needs CUDA, head_width >= 16 and no dropout.
+    It needs CUDA, head_width from 16 to `WIDEST_HEAD`, and no dropout.
     """
     has_dropout = training and config.dropout > 0
-    return device.type == "cuda" and config.head_width >= 16 and not has_dropout
+    return device.type == "cuda" and 16 <= config.head_width <= WIDEST_HEAD and not has_dropout
 
 
 def needs_kv_repeat(
@@ -92,11 +97,11 @@ def needs_kv_repeat(
     """Return whether the fused kernel needs key-value heads repeated for each query head.
 
     On CUDA only FlashAttention supports grouped queries, and it supports neither masks nor
-    float32 nor GPUs older than Ampere.
+    float32 nor wider heads than `WIDEST_HEAD` nor GPUs older than Ampere.
     """
     if device.type != "cuda" or config.kv_heads == config.n_heads:
         return False
-    if masked or dtype == torch.float32:
+    if masked or dtype == torch.float32 or config.head_width > WIDEST_HEAD:
         return True
     return torch.cuda.get_device_capability(device) < (8, 0)
 

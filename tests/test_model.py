@@ -32,8 +32,10 @@ from model import (
     TargetScores,
     Transformer,
     can_compile,
+    can_use_flex,
     chunk_cross_entropy,
     even_chunk_size,
+    needs_kv_repeat,
 )
 from tests.support import REPOSITORY
 
@@ -616,6 +618,14 @@ def test_flex_attention_equals_attention_with_a_mask(
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert not isinstance(flex_masks[0].mask, BlockMask)
     assert isinstance(flex_masks[-1].mask, BlockMask)
+
+
+def test_kernels_of_a_gpu_get_heads_of_widths_that_they_support() -> None:
+    gpu = torch.device("cuda")
+    for width, is_supported in ((8, False), (16, True), (256, True), (512, False)):
+        config = ModelConfig.model_validate(LLAMA | {"head_dim": width})
+        assert can_use_flex(config, gpu, training=True) is is_supported
+    assert needs_kv_repeat(config, gpu, torch.bfloat16, masked=False)  # of the widest
 
 
 # ---- position ids
