@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import MergeModulelist
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from lm import sampling
+from lm import generate, sampling
 from lm.checkpoint.manifest import read_manifest
 from lm.config.reading import check_values
 from lm.errors import ConfigError
@@ -44,6 +47,7 @@ from lm.transformers_model import (
 )
 from tests.support import REPOSITORY
 from tests.support.checkpoints import forge_manifest
+from tests.support.forked import start_python
 from tests.support.hf import (
     add_tokenizer,
     complete_values,
@@ -367,18 +371,22 @@ def check_16_bits(run: Path, exported: Path) -> None:
         torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits)
 
 
+TRACE = """
+import functools, torch
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+"""
+"""Lines for `script` that let compiled graphs, forward and backward, run as they were traced."""
+
+
 @pytest.mark.slow
 def test_compiled_layers_of_transformers_train_as_others(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], trained: dict[int, Trained], tmp_path: Path
 ) -> None:
-    run = settings(models["ministral3"], max_steps=2, validation_rate=2)
-    losses: list[list[float]] = []
-    for compiles in (False, True):
-        folder = tmp_path / str(compiles)
-        done = run_fsdp(folder, config=run | {"compile": compiles}, code=0, timeout=300)
-        assert ("compiling in the first step" in done.stdout) is compiles
-        losses.append([report["loss"] for report in read_reports(folder).values()])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    run = settings(models["ministral3"], max_steps=2, validation_rate=2, compile=True)
+    done = run_fsdp(tmp_path, config=run, script=TRACE, code=0)
+    assert "compiling in the first step" in done.stdout
+    losses = [report["loss"] for report in read_reports(tmp_path).values()]
+    assert losses == pytest.approx(trained[2].losses["ministral3"][:2], rel=1e-6)
 
 
 NF4 = {
@@ -1121,26 +1129,54 @@ def test_kernels_of_other_packages_are_not_called(tmp_path: Path) -> None:
     assert answers == ["holds"] * len(answers)
 
 
+def run_python(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run Python as a line of a page does, without the imports of an interpreter.
+
+    Return the output of a launcher; the commands print to that of the test.
+    """
+    words = shlex.split(command, comments=True)
+    if words[0] == "echo":
+        typed = io.BytesIO(f"{words[1]}\n".encode())
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed))
+        words = words[3:]
+    match words[1:]:
+        case ["-m", "lm.launch", *_]:
+            variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+            process = start_python(
+                words[1:], variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            output, errors = process.communicate()
+            assert process.returncode == 0, errors
+            return output
+        case ["-m", "lm.generate", *arguments]:
+            assert generate.main(arguments) == 0
+        case ["-m", "lm.hf", *arguments]:
+            assert hf_main.main(arguments) == 0
+        case [script]:
+            runpy.run_path(script, run_name="__main__")
+    return ""
+
+
 @pytest.mark.slow
-def test_walk_in_the_docs_works_as_typed(tmp_path: Path) -> None:
+def test_walk_in_the_docs_works_as_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (REPOSITORY / "docs/finetuning.md").read_text()
     section = page[page.index("### A walk without a download") : page.index("## Families")]
     program, *commands = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
     (tmp_path / "make_tiny.py").write_text(program)
     for name in ("fsdp.py", "recipes"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "".join(commands)],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "95 samples in 32 sequences" in done.stdout  # packed
-    assert "\nI am Ada.\nexported: " in done.stdout
-    assert "\nI am Bob.\nmerged: " in done.stdout
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(commands).replace("\\\n", "")
+    *parts, rest = re.split(r"^(.*\bpython .*)\n", lines, flags=re.MULTILINE)
+    assert not rest
+    output = ""
+    for shell, command in zip(parts[::2], parts[1::2], strict=True):
+        subprocess.run(["bash", "-euo", "pipefail", "-c", shell], check=True)
+        output += run_python(command, monkeypatch) + capsys.readouterr().out
+    assert "95 samples in 32 sequences" in output  # packed
+    assert "\nI am Ada.\nexported: " in output
+    assert "\nI am Bob.\nmerged: " in output
     for exported in ("exported", "merged"):
         transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / exported)
