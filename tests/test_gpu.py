@@ -1,7 +1,7 @@
 """What users run on a GPU: kernels, bfloat16, float8, recomputation, offloading, saves.
 
-Without a GPU, all tests are skipped. `-m gpu_quick` selects those that end within 60 seconds, in
-one process.
+Without a GPU, all tests are skipped but one, which makes their runs in small on a CPU.
+`-m gpu_quick` selects those that end within 60 seconds, in one process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.support.hyperparameters import LLAMA_STYLE
 from tests.support.ranks import run_ranks
 from tests.support.runs import read_reports, run_fsdp
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 FLOAT8 = FLOAT8 and importlib.util.find_spec("torchao") is not None
@@ -145,6 +145,7 @@ def expected_gradients(model: str, has_documents: bool) -> Gradients:
     return gradients(None, MODELS[model], has_documents)
 
 
+@needs_gpu
 @pytest.mark.parametrize(
     "option", [pytest.param(o, marks=needs_float8 if o == "float8" else ()) for o in OPTIONS]
 )
@@ -378,7 +379,7 @@ def read_tensors(directory: Path) -> dict[str, bytes]:
     return found
 
 
-CASES: dict[str, Callable[[World], Any]] = {
+CASES: dict[str, Callable[..., Any]] = {
     "collectives": collectives,
     "attention": attention,
     "saves": saves,
@@ -396,7 +397,7 @@ CASES: dict[str, Callable[[World], Any]] = {
     "compiled": functools.partial(train, compile=True),
     "float8": functools.partial(train, float8="tensorwise", compile=True),
 }
-ON_TWO_GPUS: dict[str, Callable[[World], Any]] = {
+ON_TWO_GPUS: dict[str, Callable[..., Any]] = {
     "no-shard": functools.partial(train, sharding="no-shard"),
     "grad-shard": functools.partial(train, sharding="grad-shard"),
     "hybrid": functools.partial(train, sharding="hybrid-full-shard", shard_group_size=1),
@@ -436,11 +437,34 @@ def losses(metrics: list[dict[str, float]]) -> list[float]:
     return [report["loss"] for report in metrics]
 
 
+SMALL = {"d_model": 32, "n_layers": 2, "max_seq_len": 64, "batch_size": 1, "amp_dtype": None}
+
+
+def small_runs(world: World) -> dict[str, list[float]]:
+    """The losses of the runs that need nothing of a GPU, of a small model."""
+    names = ["plain", "selective", "full", "cpu_offload", *ON_TWO_GPUS]
+    return {name: losses((CASES | ON_TWO_GPUS)[name](world, **SMALL)) for name in names}
+
+
+@pytest.mark.slow
+def test_runs_of_the_gpu_tests_end_on_a_cpu() -> None:
+    """So that they are right on the day that there is a GPU."""
+    found = run_ranks(2, small_runs)[0]
+    for name, values in found.items():
+        assert len(values) == STEPS
+        assert values == pytest.approx(found["plain"], rel=1e-4), name
+    (same,) = run_ranks(1, functools.partial(saves, n_layers=1, d_model=32))
+    for step in (2, 4, 6):
+        assert {*same[step].values()} == {True}
+
+
+@needs_gpu
 @pytest.mark.gpu_quick
 def test_nccl_carries_the_tensors_of_one_rank(result: Callable[[str], Any]) -> None:
     assert result("collectives") == ("nccl", [0.0, 1.0, 2.0])
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 def test_attention_runs_in_a_fused_kernel(result: Callable[[str], Any]) -> None:
     prefix = "aten::_scaled_dot_product_"
@@ -448,6 +472,7 @@ def test_attention_runs_in_a_fused_kernel(result: Callable[[str], Any]) -> None:
     assert kernels & {"flash_attention", "cudnn_attention", "efficient_attention"}
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 def test_async_checkpoint_holds_the_state_of_its_step(
     result: Callable[[str], Any],
@@ -462,6 +487,7 @@ def test_async_checkpoint_holds_the_state_of_its_step(
     ] == []
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 def test_bfloat16_training_learns(result: Callable[[str], Any]) -> None:
     plain, compiled = result("plain"), result("compiled")
@@ -472,12 +498,14 @@ def test_bfloat16_training_learns(result: Callable[[str], Any]) -> None:
     assert [known] * STEPS == [0 < report.get("mfu", 0) < 1 for report in compiled]
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 @needs_float8
 def test_float8_training_follows_bfloat16(result: Callable[[str], Any]) -> None:
     assert losses(result("float8")) == pytest.approx(losses(result("plain")), rel=0.04)
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 @pytest.mark.parametrize(
     "option", ["selective", "full", "activation_offload", "full, activation_offload", "cpu_offload"]
@@ -488,6 +516,7 @@ def test_memory_options_compute_the_same(option: str, result: Callable[[str], An
     assert other[-1]["peak_memory_gib"] < plain[-1]["peak_memory_gib"]
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 def test_activation_checkpointing_memory_order(
     result: Callable[[str], Any],
@@ -497,12 +526,14 @@ def test_activation_checkpointing_memory_order(
     assert peaks == sorted(set(peaks))
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 def test_activation_offload_copies_while_kernels_run(result: Callable[[str], Any]) -> None:
     for direction in ("DtoH", "HtoD"):
         assert result("copies")[direction] > 0, direction
 
 
+@needs_gpu
 @pytest.mark.gpu_quick
 def test_steps_do_not_wait_for_the_gpu(result: Callable[[str], Any]) -> None:
     assert result("steps_without_waiting") == 4
@@ -521,6 +552,7 @@ def test_strategies_train_alike_on_two_gpus() -> None:
         assert losses(found[name][0]) == pytest.approx(losses(found["plain"][0]), rel=tolerance)
 
 
+@needs_gpu
 def test_gpu_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
     limit = "import torch\ntorch.cuda.set_per_process_memory_fraction(0.005)"
     done = run_fsdp(tmp_path, "d_model=2048", "n_layers=8", "n_heads=16", script=limit)
@@ -532,6 +564,7 @@ def test_gpu_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@needs_gpu
 def test_gpu_without_a_c_compiler_trains_on_documents(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("a short line\n\n" * 10_000)
