@@ -479,7 +479,8 @@ def test_adapters_of_peft_are_opened_with_their_base(
     ours, tokenizer = hf_base.open_model(peft_adapters)
     with torch.no_grad():
         expected = theirs(tokens).logits
-        torch.testing.assert_close(ours.eval()(tokens), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=0)
+    assert not ours.training
     assert tokenizer.identity == load_tokenizer(str(bases["llama"])).identity
 
     moved = shutil.copytree(peft_adapters, tmp_path / "moved")

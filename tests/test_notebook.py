@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,18 @@ from tests.support.runs import train_in_world
 PAGE = (REPOSITORY / "docs" / "notebook.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 RUN = TINY | {"vocab_size": 264, "dataset": "text", "train_data": "text.txt", "num_tokens": 0}
-RUN |= {"max_steps": 2, "validation_batches": 1}
+RUN |= {"max_steps": 2, "validation_batches": 1, "dropout": 0.5}
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Two runs in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("def main(self):\n    return 1\n" * 100)
-    for name in ("quickstart", "other"):
-        in_world(partial(train_in_world, hyperparameters=RUN | {"run_name": name}))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path_factory.mktemp("runs"))
+        Path("text.txt").write_text("def main(self):\n    return 1\n" * 100)
+        for name in ("quickstart", "other"):
+            in_world(partial(train_in_world, hyperparameters=RUN | {"run_name": name}))
+        yield
 
 
 @pytest.mark.usefixtures("runs")
@@ -49,6 +52,8 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("runs/none", {}, "runs/none: "),
         ("runs/quickstart", {"dtype": "bf16"}, "dtype: bf16: use one of float32, "),
+        ("runs/quickstart", {"device": "cuda:99"}, "device: cuda:99: "),
+        ("runs/quickstart", {"device": "gpu"}, "device: gpu: "),
         ("text.txt", {}, "text.txt: is a file"),
     ],
 )
@@ -59,6 +64,8 @@ def test_wrong_use_is_one_line(source: str, options: dict[str, Any], problem: st
 
 
 @pytest.mark.usefixtures("runs")
-def test_model_has_the_dtype() -> None:
+def test_model_has_the_dtype_and_no_dropout() -> None:
     model, _ = open_model("runs/quickstart", dtype="bfloat16")
+    ids = torch.arange(8)[None]
+    assert model(ids).equal(model(ids))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

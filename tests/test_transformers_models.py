@@ -368,7 +368,7 @@ def check_16_bits(run: Path, exported: Path) -> None:
     with torch.no_grad():
         for decay in ours.kept_in_float32(torch.bfloat16):
             decay.copy_(decay.bfloat16())  # as exported in the dtype of the source
-        torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits)
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits)
 
 
 TRACE = """
@@ -554,8 +554,9 @@ def test_wrapped_models_on_nf4_resume_exactly_and_merge_into_the_original(
 
     checkpoint = checkpoints_by_step(tmp_path / "resumed")[4]
     tokens = torch.arange(24)[None]
-    quantized = load_trained_model(checkpoint, torch.device("cpu")).eval()
-    merged = load_merged_model(checkpoint, torch.device("cpu")).eval()
+    quantized = load_trained_model(checkpoint, torch.device("cpu"))
+    merged = load_merged_model(checkpoint, torch.device("cpu"))
+    assert not (quantized.training or merged.training)
     assert hf_main.main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
     assert "adapters trained on an NF4 base" in capsys.readouterr().err
     exported = transformers.AutoModelForImageTextToText.from_pretrained(
@@ -727,9 +728,8 @@ def test_transformers_computes_what_model_py_cannot(
     reference = load_reference(tmp_path).eval()
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        torch.testing.assert_close(
-            model.eval()(tokens), reference(tokens).logits, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert not model.training
 
 
 # ---- refusals

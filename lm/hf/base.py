@@ -177,6 +177,8 @@ def load_merged_model(
 ) -> AnyModel:
     """Return the model of a checkpoint in a single process, with adapters merged in float32.
 
+    It is in evaluation mode.
+
     Args:
         base_dir: see `open_base`.
         dtype: of the weights.
@@ -193,7 +195,7 @@ def load_merged_model(
     elif base_dir is not None:
         raise ConfigError(f"--base: {directory} has no LoRA adapters; leave --base out for it")
     with torch.device("meta"):
-        model = new_model(config)
+        model = new_model(config).eval()
     if opened is None:
         convert_weights(model, dtype)
         model.to_empty(device=device)
@@ -225,7 +227,7 @@ def load_trained_model(
         return load_merged_model(directory, device, base_dir, dtype)  # which computes the same
     opened = open_base(manifest.base, base_dir)
     with torch.device("meta"):
-        model = lora.add_adapters(new_model(config), adapters, None)
+        model = lora.add_adapters(new_model(config), adapters, None).eval()
         convert_weights(model, dtype)
     model.to_empty(device=device)
     weights.read_directory(opened, model)
@@ -272,22 +274,30 @@ def open_model(
 ) -> tuple[AnyModel, Tokenizer]:
     """Return the model and the tokenizer of a run, a checkpoint, or a model of Hugging Face.
 
+    The model is in evaluation mode: without dropout.
+
     Args:
         source: a directory, a URL, or for Hugging Face also OWNER/MODEL; of a run, its newest
             checkpoint is opened, and adapters of PEFT are merged into their base.
+        device: cpu, cuda or cuda:INDEX.
         dtype: of the weights: one of `WEIGHT_DTYPES`.
         base_dir: a copy of the base of LoRA adapters, which are merged into it unless it was
             quantized; None = where it was in training.
         unquantized: see `load_model`.
 
     Raises:
-        ConfigError: there is none at `source`, it has no tokenizer, or no use for `base_dir`.
+        ConfigError: there is none at `source`, it has no tokenizer, or no use for `base_dir`; or
+            PyTorch cannot use `device`.
         RunError: a file is damaged.
     """
     source = find_directory(str(source))
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: {dtype}: use one of {', '.join(WEIGHT_DTYPES)}")
-    device = torch.device(device)
+    try:
+        device = torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError):  # PyTorch without CUDA, no such GPU or device
+        problem = "PyTorch cannot use it here; use cpu, or cuda on a machine with a GPU"
+        raise ConfigError(f"device: {device}: {problem}") from None
     weight_dtype = getattr(torch, dtype)
     if is_adapter(source):
         directory = Path(source)

@@ -299,9 +299,13 @@ def load_model_tokenizer(directory: Path, config: AnyModelConfig) -> Tokenizer |
 def load_model(
     directory: Path, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> AnyModel:
-    """Return the model of a Hugging Face directory in a single process, with weights in `dtype`."""
+    """Return the model of a Hugging Face directory in a single process, in evaluation mode.
+
+    Args:
+        dtype: of the weights.
+    """
     with torch.device("meta"):
-        model = new_model(read_structure(str(directory)).config)
+        model = new_model(read_structure(str(directory)).config).eval()
         convert_weights(model, dtype)
     model.to_empty(device=device)
     read_directory(directory, model)
