@@ -59,9 +59,14 @@ def limit_problems(problems: Sequence[str]) -> list[str]:
 
 
 def nearest_file(path: str | Path) -> str:
-    """Return the hint at the file whose name is nearest to `path`, which is missing, or ""."""
+    """Return the hint at the file whose name is nearest to `path`, or "".
+
+    If its directory is missing, too, the hint is at that.
+    """
     missing = Path(path)
     try:
+        while not missing.parent.exists():
+            missing = missing.parent
         names = [file.name for file in missing.parent.iterdir()]
     except (OSError, ValueError):  # not there, or a name with NUL
         return ""
@@ -211,6 +216,8 @@ def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:
             problem = str(error)
             if error.filename:
                 problem = f"{error.filename}: {error.strerror}"
+            if isinstance(error, FileNotFoundError) and error.filename:
+                problem += nearest_file(error.filename)
             raise ConfigError(problem) from None
 
     return wrapper

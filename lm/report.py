@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
+from lm.errors import (
+    ConfigError,
+    command,
+    escape_control,
+    nearest_file,
+    oserror_as_config_error,
+)
 from lm.fileio import Line, home_path, read_records
 from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
@@ -128,7 +134,11 @@ class RunRecords:
         from lm import strict_yaml
 
         if not (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{path.absolute()}: is not a run directory: it has no metrics.jsonl")
+            problem = "is not a run directory: it has no metrics.jsonl"
+            advice = nearest_file(path)
+            if next(path.glob("*/metrics.jsonl"), None):
+                advice = f"; it has runs: use {path}/*"
+            raise ConfigError(f"{path.absolute()}: {problem}{advice}")
         self.name = path.resolve().name
         self.hyperparameters = {}
         config = path / "config.yaml"

@@ -38,7 +38,13 @@ from lm.command_line import rerun_command
 from lm.config.hyperparameters import FIELDS
 from lm.data.config import DataConfig
 from lm.determined.search import OTHER_INPUTS, search_inputs
-from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
+from lm.errors import (
+    ConfigError,
+    error_prefix,
+    make_printable,
+    nearest_file,
+    oserror_as_config_error,
+)
 from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
@@ -107,7 +113,8 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
         if key == "init_from":
             shown = str(named.path.absolute())
             choices = "OWNER/MODEL on the Hugging Face Hub, or the directory of a model or a run"
-        raise ConfigError(f"{key}: {shown}: no such directory; use {choices}")
+        problem = f"no such directory; use {choices}{nearest_file(named.path)}"
+        raise ConfigError(f"{key}: {shown}: {problem}")
     with error_prefix(key):
         return locate_checkpoint(where)
 

@@ -138,9 +138,15 @@ def test_resume_refuses_another_directory(tmp_path: Path) -> None:
 
 
 def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> None:
-    config = CheckpointConfig.model_validate({"resume": "latest"})
-    with pytest.raises(ConfigError, match=r"^resume: latest: .* auto .* fresh "):
-        plan_resume(config.resume, config.init_from, LocalCheckpoints(tmp_path), restarted=False)
+    (tmp_path / "runs").mkdir()
+    for key, where, part in (
+        ("resume", "latest", "latest: .* auto .* fresh "),
+        ("init_from", str(tmp_path / "rums"), f"{tmp_path}/rums: .* did you mean {tmp_path}/runs"),
+    ):
+        config = CheckpointConfig.model_validate({key: where})
+        store = LocalCheckpoints(tmp_path)
+        with pytest.raises(ConfigError, match=f"^{key}: {part}"):
+            plan_resume(config.resume, config.init_from, store, restarted=False)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +154,9 @@ def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> No
     [
         (("config.json", "tokenizer.json"), "a Hugging Face model"),
         (("notes.txt",), "neither a checkpoint nor a run"),
+        (("tokenizer.json", "tokenizer_config.json"), "has tokenizer.json but no config.json"),
+        (("model.safetensors", "tokenizer.json"), "has model.safetensors but no config.json"),
+        (("model.gguf",), "has model.gguf but no config.json"),
     ],
 )
 def test_locate_checkpoint_says_what_a_directory_is(
@@ -481,8 +490,15 @@ def test_checkpoint_verify_prints_complete_or_the_damaged_file(
 def test_checkpoint_list_refuses_another_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["list", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"{tmp_path}/checkpoints: no checkpoints")
+    (tmp_path / "runs").mkdir()
+    for name, problem in (
+        (".", "neither a checkpoint nor a run"),
+        ("runs", "neither a checkpoint nor a run"),
+        ("rums", f"No such file or directory; did you mean {tmp_path / 'runs'}?"),
+    ):
+        where = tmp_path / name
+        assert main(["list", str(where)]) == 2
+        assert capsys.readouterr().err.startswith(f"{where}: {problem}")
 
 
 def test_run_whose_checkpoints_were_deleted_is_refused(stopped: Path) -> None:

@@ -29,6 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Two runs in the working directory."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(tmp_path_factory.mktemp("runs"))
+        Path("quick.gguf").touch()
         Path("text.txt").write_text("def main(self):\n    return 1\n" * 100)
         for name in ("quickstart", "other"):
             in_world(partial(train_in_world, hyperparameters=RUN | {"run_name": name}))
@@ -50,7 +51,9 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "problem"),
     [
-        ("runs/none", {}, "runs/none: "),
+        ("runs/quikstart", {}, "runs/quikstart: .* did you mean .*/runs/quickstart"),
+        ("ruins/quickstart", {}, "ruins/quickstart: .* did you mean runs"),
+        ("quick.gguf", {}, "quick.gguf: is a GGUF file, which is not read"),
         ("runs/quickstart", {"dtype": "bf16"}, "dtype: bf16: use one of float32, "),
         ("runs/quickstart", {"device": "cuda:99"}, "device: cuda:99: "),
         ("runs/quickstart", {"device": "gpu"}, "device: gpu: "),

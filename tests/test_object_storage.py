@@ -742,7 +742,7 @@ def test_checkpoint_storage_url_that_is_mistyped(
         with pytest.raises(ConfigError, match=f"^{key}: {part}"):
             plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted=False)
     assert command.main(["list", typo]) == 2
-    assert capsys.readouterr().err.startswith(f"{typo}/checkpoints: no checkpoints")
+    assert capsys.readouterr().err.startswith(f"{typo}: neither a checkpoint")
 
 
 def test_init_from_skips_a_checkpoint_deleted_meanwhile(

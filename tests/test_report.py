@@ -326,9 +326,12 @@ def test_report_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture
 
 
 def test_report_command_refuses_another_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    make_run("a")
-    assert report.main(["runs"]) == 2
-    assert capsys.readouterr().err.startswith(f"{Path('runs').absolute()}: ")
+    make_run("first")
+    for given, advice in (("runs", "use runs/*"), ("runs/frist", "did you mean runs/first?")):
+        assert report.main([given]) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith(f"{Path(given).absolute()}: ")
+        assert error.endswith(advice)
 
 
 def test_report_of_an_invalid_config_names_the_line() -> None:

@@ -657,6 +657,7 @@ def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
     ("arguments", "problem"),
     [
         (["--tasks", "none.jsonl"], "none.jsonl"),
+        (["--tasks", "owm.jsonl"], "did you mean own.jsonl?"),
         (["--tasks", "none.jsonl", "--limit", "0"], "--limit"),
         (["--tasks", "fifo.jsonl"], "fifo.jsonl: is not a regular file"),
         (["--tasks", "./hf"], "hf: is not a regular file"),

@@ -433,6 +433,7 @@ def test_chat_template_of_a_file_replaces_the_tokenizers(tmp_path: Path) -> None
         ("bytes", "qwen3", "requires a Hugging Face tokenizer"),
         ("none", "./qwen3", f"no such file in {Path.cwd()}"),
         ("none", "none.jinja", f"no such file in {Path.cwd()}"),
+        ("none", "./READNE.md", "did you mean README.md"),
         ("none", "qwen3_train", "qwen3_training"),
     ],
 )

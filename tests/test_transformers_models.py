@@ -556,7 +556,8 @@ def test_wrapped_models_on_nf4_resume_exactly_and_merge_into_the_original(
     tokens = torch.arange(24)[None]
     quantized = load_trained_model(checkpoint, torch.device("cpu"))
     merged = load_merged_model(checkpoint, torch.device("cpu"))
-    assert not (quantized.training or merged.training)
+    assert not quantized.training
+    assert not merged.training
     assert hf_main.main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
     assert "adapters trained on an NF4 base" in capsys.readouterr().err
     exported = transformers.AutoModelForImageTextToText.from_pretrained(

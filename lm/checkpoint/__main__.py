@@ -44,6 +44,7 @@ def list_run(run: str) -> tuple[list[str], bool]:
     store = store_at(run)
     lines, all_complete = _describe_all(store, check_listed)
     if not lines:
+        locate_checkpoint(run)  # raises what is wrong, unless it is one checkpoint
         remedy = "pass the directory or URL of a run that has saved one"
         raise ConfigError(f"{store}: no checkpoints; {remedy}")
     return lines, all_complete

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm.checkpoint.location import DirectoryLocation, PlainLocation, parse_location
-from lm.checkpoint.manifest import FILE_NAME, MANIFEST
+from lm.checkpoint.manifest import MANIFEST, TENSOR_FILE
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
+from lm.data.tokenizer import MODEL_CONFIG, TOKENIZER_JSON
 from lm.errors import ConfigError, oserror_as_config_error
 
 
@@ -26,7 +27,9 @@ def locate_checkpoint(where: Path | str) -> PlainLocation:
     """
     named = parse_location(where)
     if isinstance(named, DirectoryLocation) and named.path.exists() and not named.path.is_dir():
-        problem = "is a file; name the directory of a checkpoint or a run"
+        problem = "is a file; name the directory of a checkpoint, a run or a Hugging Face model"
+        if named.path.suffix == ".gguf":
+            problem = "is a GGUF file, which is not read; use the Hugging Face model that it copies"
         raise ConfigError(f"{where}: {problem}")
     candidates = store_at(where).resume_candidates()
     if candidates:
@@ -34,16 +37,21 @@ def locate_checkpoint(where: Path | str) -> PlainLocation:
         assert isinstance(newest, PlainLocation)
         return newest
     names = named.list_files()
-    if MANIFEST not in names and "config.json" in names:
+    if MANIFEST in names or any(TENSOR_FILE.fullmatch(name) for name in names):
+        return named
+    if MODEL_CONFIG in names:
         problem = "a Hugging Face model, not a checkpoint of a run"
         advice = "name the run or the checkpoint that it was exported from, or use transformers"
         raise ConfigError(f"{named}: {problem}; {advice}")
-    if not any(name == MANIFEST or FILE_NAME.fullmatch(name) for name in names):
-        problem = "neither a checkpoint nor a run that has saved one"
-        advice = f"name a directory that contains {MANIFEST} or checkpoints, or for init_from one"
-        advice += " with the config.json of a Hugging Face model"
+    of_model = [name for name in names if name.endswith((".gguf", ".safetensors", TOKENIZER_JSON))]
+    if of_model:
+        problem = f"has {min(of_model)} but no {MODEL_CONFIG}"
+        advice = "name a directory with all files of a Hugging Face model, or a checkpoint or a run"
         raise ConfigError(f"{named}: {problem}; {advice}")
-    return named
+    problem = "neither a checkpoint nor a run that has saved one"
+    advice = f"name a directory that contains {MANIFEST} or checkpoints, or for init_from one"
+    advice += f" with the {MODEL_CONFIG} of a Hugging Face model"
+    raise ConfigError(f"{named}: {problem}; {advice}")
 
 
 def store_at(where: Path | str) -> CheckpointStore:

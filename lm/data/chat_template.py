@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.errors import ConfigError, error_text, oserror_as_config_error
+from lm.errors import ConfigError, error_text, nearest_file, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, read_bytes
 from lm.launch.requirements import requires
 
@@ -139,7 +139,8 @@ def read_chat_template(name: str) -> ChatTemplate:
             problem = "this is a template, not the name of one"
             raise ConfigError(f"chat_template: {problem}; write it to a file and name that")
         if path.suffix or "/" in name:
-            raise ConfigError(f"chat_template: {name}: no such file in {Path.cwd()}")
+            problem = f"no such file in {Path.cwd()}{nearest_file(path)}"
+            raise ConfigError(f"chat_template: {name}: {problem}")
         path = _find_trl_template(name)
     try:
         text = read_bytes(path.resolve(), MAX_JSON_BYTES).decode()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.errors import ConfigError, error_text, oserror_as_config_error
+from lm.errors import ConfigError, error_text, nearest_file, oserror_as_config_error
 
 
 @oserror_as_config_error
@@ -61,6 +61,9 @@ def download_from_hub(
     def refusal(problem: str) -> ConfigError:
         return ConfigError(f"{key}: {source}: {problem}")
 
+    def missing(problem: str) -> ConfigError:
+        return refusal(f"no such file or directory, {problem}{nearest_file(source)}")
+
     name, _, revision = source.partition("@")
     try:
         directory = snapshot_download(
@@ -76,21 +79,19 @@ def download_from_hub(
     except errors.RevisionNotFoundError:
         raise refusal(f"no revision {revision!r}; omit it for the default branch") from None
     except errors.RepositoryNotFoundError:
-        problem = "no such file or directory, and not found on the Hub"
         advice = "if it is private, run `hf auth login` or set HF_TOKEN"
-        raise refusal(f"{problem}; {advice}") from None
+        raise missing(f"and not found on the Hub; {advice}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         incomplete = getattr(error, "snapshot_path", None)
         if key == "tokenizer" and incomplete:
             return Path(incomplete)  # only tokenizer.json is required
         cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else error_text(error)
-        problem = f"no such file or directory, not in the cache, and cannot be downloaded: {cause}"
+        problem = f"not in the cache, and cannot be downloaded: {cause}"
         download = f"run `hf download {name} --local-dir DIRECTORY`"
         advice = f"{download} on a machine with network access and copy DIRECTORY"
-        raise refusal(f"{problem}; {advice}") from None
+        raise missing(f"{problem}; {advice}") from None
     except errors.HFValidationError:
-        problem = "no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
-        raise refusal(problem) from None
+        raise missing("and not a name on the Hugging Face Hub (OWNER/MODEL)") from None
     except Exception as error:  # each transport raises its own
         problem = f"download failed: {error_text(error)}"
         raise refusal(f"{problem}; rerun the same command to resume it") from None

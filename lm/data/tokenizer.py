@@ -31,7 +31,7 @@ from lm.data.chat_template import (
 )
 from lm.data.hub import download_from_hub, find_directory
 from lm.data.signatures import ENCODINGS
-from lm.errors import ConfigError, error_text, oserror_as_config_error
+from lm.errors import ConfigError, error_text, nearest_file, oserror_as_config_error
 from lm.fileio import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
@@ -772,7 +772,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     elif path.exists():
         directory = path
     elif name.startswith((".", "/", "~")) or name.endswith(".json"):
-        raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
+        problem = f"no such file or directory in {Path.cwd()}{nearest_file(path)}"
+        raise ConfigError(f"tokenizer: {name}: {problem}")
     else:
         directory = download_from_hub(name, (*SOURCE_FILES, MODEL_CONFIG), "tokenizer")
     files = read_tokenizer_files(directory)

@@ -31,6 +31,7 @@ from lm.errors import (
     RunError,
     error_prefix,
     limit_problems,
+    nearest_file,
     oserror_as_config_error,
 )
 from lm.hf import config_json, families
@@ -102,7 +103,7 @@ def find_source(
     if not _HUB_NAME.fullmatch(source):
         raise ConfigError(
             f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub"
-            " (OWNER/MODEL)"
+            f" (OWNER/MODEL){nearest_file(source)}"
         )
     return download_from_hub(source, files, "init_from", but_not=but_not)
 

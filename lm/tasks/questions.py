@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 from lm.data.blocks import read_blocks
 from lm.data.json_lines import load_json
 from lm.data.signatures import advise_encoding
-from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, nearest_file, oserror_as_config_error
 from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.launch.requirements import requires
@@ -111,7 +111,7 @@ def _find_task(name: str) -> tuple[str, _Source]:
         # It is part of the names of metrics.
         label = re.sub(r"[^A-Za-z0-9_-]+", "_", path.name.partition(".jsonl")[0]).strip("_-")
         if not path.exists():
-            raise ConfigError(f"{path.absolute()}: no such file")
+            raise ConfigError(f"{path.absolute()}: no such file{nearest_file(path)}")
         if not path.is_file():
             raise ConfigError(f"{path}: is not a regular file; use one of JSON Lines")
         if not 0 < len(label) <= _MAX_NAME:
