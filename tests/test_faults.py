@@ -157,7 +157,8 @@ def test_ctrl_c_saves_and_a_second_one_quits(times: int, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_ctrl_c_under_make_saves_and_prints_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", ["importing PyTorch", "training"])
+def test_ctrl_c_under_make_saves_and_prints_no_error(status: str, tmp_path: Path) -> None:
     for name in ("Makefile", "fsdp.py", "model.py", "lm"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)  # make installs nothing
@@ -167,16 +168,17 @@ def test_ctrl_c_under_make_saves_and_prints_no_error(tmp_path: Path) -> None:
         os.chdir(tmp_path)
         os.execvp("make", ["make", "train", "CONFIG=test.yaml", "NPROC=1", "ARGS=max_steps=100000"])
     shown = b""
-    while b"training" not in shown:
+    while status.encode() not in shown:
         shown += os.read(terminal, 1 << 16)
     os.write(terminal, b"\x03")
     with suppress(OSError):  # EIO: the processes have ended
         while block := os.read(terminal, 1 << 16):
             shown += block
-    os.waitpid(pid, 0)
-    assert b"stopped after" in shown
+    _, ended = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(ended) == -signal.SIGINT  # 130 in a shell
     assert b"***" not in shown
-    assert verified(tmp_path)
+    assert (b"stopped after" in shown) == (status == "training")
+    assert bool(verified(tmp_path)) == (status == "training")
 
 
 @pytest.mark.slow
