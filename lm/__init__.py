@@ -1,6 +1,7 @@
 """The parts of the trainer, floor by floor.
 
 9  lm.plan                                       a command: the memory of a step of the run
+9  lm.__main__                                   the list of commands
 8  fsdp.py                                       the run, top to bottom
 8  lm.search                                     a command: many runs
 7  lm.preflight                                  what a run is, decided once

@@ -1,4 +1,4 @@
-"""Command line for scoring models on tasks such as ARC and HellaSwag, without a network.
+"""Command: score models on tasks such as ARC and HellaSwag, without a network.
 
     python -m lm.evaluate MODEL [MODEL ...] --tasks TASK [TASK ...] [--limit N] [--max-tokens N]
                           [--chat] [--json] [--dtype float32|bfloat16|float16]

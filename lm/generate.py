@@ -1,4 +1,4 @@
-"""Command line for generating text from a checkpoint, which holds the model and its tokenizer.
+"""Command: generate text from a checkpoint, which holds the model and its tokenizer.
 
     python -m lm.generate CHECKPOINT --prompt TEXT [--samples N] [--batch-size B]
     python -m lm.generate CHECKPOINT --chat [--system TEXT]

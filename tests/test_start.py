@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lm.__main__ import main as list_commands
 from tests.support import REPOSITORY
 from tests.support.checkpoints import write_checkpoint
 from tests.support.hyperparameters import TINY
@@ -40,6 +41,7 @@ def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str]
     "arguments",
     [
         [FSDP, "--help"],
+        ["-m", "lm"],
         ["-m", "lm.config"],
         ["-m", "lm.config", "lr"],
         ["-m", "lm.config", "--presets"],
@@ -60,6 +62,13 @@ def test_answers_need_no_pytorch(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "torch" not in imported
+
+
+def test_list_of_commands_has_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list_commands() == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    commands = "checkpoint config evaluate generate hf launch plan prepare report search"
+    assert sorted(names) == [f"lm.{name}" for name in commands.split()]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Command line of the Hugging Face export.
+"""Command: export to, and inspect, Hugging Face models.
 
     python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY | --adapter]
     python -m lm.hf inspect MODEL

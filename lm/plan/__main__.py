@@ -1,4 +1,4 @@
-"""Command line for the memory that a training run needs, without a GPU.
+"""Command: measure the memory of a run without a GPU.
 
     python -m lm.plan --config FILE [key=value ...] [--gpu NAME | --memory GIB] [--gpus N]
         [--nodes M]
