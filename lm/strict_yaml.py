@@ -7,7 +7,9 @@ is text and not 90.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,28 @@ import yaml
 from yaml.parser import ParserError
 from yaml.scanner import ScannerError
 
-from lm.errors import ConfigError, nearest_file
+from lm.errors import ConfigError, limit_problems, nearest_file
 
 MAX_BYTES = 1 << 17
 """Of a file: experiments have some 2,000. The worst of this size takes PyYAML 1.5 s and 40 MB."""
 MAX_VALUES = 100_000
 """In a file, counting an alias each time: a few lines of aliases of aliases are gigabytes."""
+
+KEYS = {
+    "": """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint
+        environment hyperparameters integrations internal labels log_pattern_policies log_policies
+        max_restarts min_checkpoint_period min_validation_period name optimizations pbs
+        perform_initial_validation preemption_timeout profiling project records_per_epoch
+        reproducibility resources retention_policy scheduling_unit searcher security slurm
+        tensorboard_storage workspace""",
+    "resources": """agent_label devices is_single_node max_slots native_parallel priority
+        resource_pool shm_size slots slots_per_trial weight""",
+    "searcher": """bracket_rungs divisor max_concurrent_trials max_length max_rungs max_time
+        max_trials metric mode name smaller_is_better source_checkpoint_uuid source_trial_id
+        stop_once time_metric""",
+}
+"""Keys of an experiment and of two of its sections, by the reference of Determined 0.38.1, and
+deprecated ones."""
 
 
 def load_experiment(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -43,9 +61,26 @@ def load_experiment(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         problem = f"byte {error.start} is not UTF-8; save the file as UTF-8"
         raise ConfigError(f"{path}: {problem}") from None
     experiment, lines = parse_yaml(source, str(path))
+    _refuse_misspelled(lines, str(path))
     if not isinstance(experiment, dict) or "hyperparameters" not in experiment:
         raise ConfigError(f"{path}: hyperparameters: is missing; see config.yaml for an example")
     return experiment, lines
+
+
+def _refuse_misspelled(lines: Mapping[str, int], name: str) -> None:
+    """Refuse keys that are nearly one of an experiment; others may be what YAML's aliases share.
+
+    The master refuses every key that it does not know.
+    """
+    problems: list[str] = []
+    for key, line in lines.items():
+        section, _, inner = key.rpartition(".")
+        known = KEYS.get(section, "").split()
+        near = difflib.get_close_matches(inner, known, n=1, cutoff=0.85)
+        if near and inner not in known:
+            problems.append(f"{name}:{line}: {key}: no such key; did you mean {near[0]}?")
+    if problems:
+        raise ConfigError(*limit_problems(problems))
 
 
 def parse_yaml(source: str, name: str) -> tuple[Any, dict[str, int]]:

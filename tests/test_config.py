@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm import command_line
+from lm import command_line, strict_yaml
 from lm.config import __main__ as lm_config
 from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
 from lm.config.reading import load_hyperparameters, read_hyperparameters
@@ -24,6 +24,7 @@ from lm.errors import ConfigError
 from lm.fields import CHANGES, need_of
 from lm.model_config import FORMER_KEYS
 from lm.presets import PRESETS
+from lm.search.experiment import SearcherConfig
 from lm.training import parallelize
 from model import ModelConfig
 from tests.support.hyperparameters import TINY, named_keys
@@ -351,7 +352,7 @@ def test_invalid_override_is_named(override: str, part: str, refusal: Refusal) -
     [
         ("", None, "hyperparameters: is missing"),
         ("- 1", None, "hyperparameters: is missing"),
-        ("hyperparameter: {}", None, "hyperparameters: is missing"),
+        ("params: {}", None, "hyperparameters: is missing"),
         ("hyperparameters: [lr]", 1, 'hyperparameters: ["lr"] '),
         ("hyperparameters:\n  lr: 1\n  'lr': 2", 3, "lr: duplicate key, first on line 2"),
         ("name: a\nname: b\nhyperparameters: {}", 2, "name: duplicate key, first on line 1"),
@@ -454,6 +455,39 @@ def test_merged_yaml_error_has_its_own_line(refusal: Refusal) -> None:
         shared = "shared: &s\n  lr: -1\n  n_head: 2\n"
         return [
             re.sub(r"(\w+:\d+: \w+):.*", r"\1", problem)
+@pytest.mark.parametrize(
+    ("source", "problems"),
+    [
+        (
+            "resouces: {}\nmax_restart: 5\nhyperparameters: {}\n",
+            ["1: resouces: .* resources", "2: max_restart: .* max_restarts"],
+        ),
+        (
+            "resources: {slots_per_trail: 2}\nsearcher:\n  max_lenght: 5\n",
+            ["1: resources.slots_per_trail: .* slots_per_trial", "3: searcher.max_lenght: .* max_"],
+        ),
+        ("hyperparameter: {lr: 1}\n", ["1: hyperparameter: .* hyperparameters"]),
+    ],
+)
+def test_misspelled_keys_of_an_experiment_are_refused(
+    source: str, problems: list[str], refusal: Refusal
+) -> None:
+    for found, problem in zip(refusal(source).problems, problems, strict=True):
+        assert re.match(f"exp.yaml:{problem}", found)
+
+
+def test_all_keys_of_an_experiment_are_accepted(tmp_path: Path) -> None:
+    """Also those of this project, and a section that YAML's aliases share."""
+    assert SearcherConfig.model_fields.keys() <= set(strict_yaml.KEYS["searcher"].split())
+    experiment: dict[str, Any] = dict.fromkeys(
+        [*strict_yaml.KEYS[""].split(), "x-data", "defaults"]
+    )
+    for section in ("resources", "searcher"):
+        experiment[section] = dict.fromkeys(strict_yaml.KEYS[section].split())
+    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(experiment))
+    assert load_hyperparameters(tmp_path / "exp.yaml", []).run.max_steps is None
+
+
             for problem in refusal(shared + source).problems
         ]
 
