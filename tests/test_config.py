@@ -938,12 +938,15 @@ def test_model_override_replaces_the_shape_in_the_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def read(*overrides: str) -> Hyperparameters:
-        shape = {"d_model": 64, "n_kv_heads": 2, "dropout": 0.1, "lr": 1e-3}
+        shape = {"d_model": 64, "n_kv_heads": 2, "dropout": 0.1, "lr": 1e-3, "max_seq_len": 512}
         return read_hyperparameters({"hyperparameters": shape}, overrides, "exp.yaml")
 
     small = read("model=gpt2", "n_layers=2")
     shown = capsys.readouterr()
-    assert shown.err == "model=gpt2 overrides d_model: 64, n_kv_heads: 2 of exp.yaml\n"
+    assert (
+        shown.err
+        == "model=gpt2 overrides d_model: 64, n_kv_heads: 2, max_seq_len: 512 of exp.yaml\n"
+    )
     assert shown.out == "", "which may be the JSON of a command"
     assert (small.own_model.d_model, small.own_model.n_kv_heads, small.own_model.n_layers) == (
         768,
@@ -956,6 +959,7 @@ def test_model_override_replaces_the_shape_in_the_file(
     capsys.readouterr()
     read("n_layers=2")
     assert capsys.readouterr().err == ""
+    assert read("model=smollm2-1.7b").own_model.max_seq_len == 512
 
 
 def test_lora_rank_override_turns_adapters_off(

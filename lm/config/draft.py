@@ -151,6 +151,8 @@ def _drop_replaced(draft: Draft, name: str) -> None:
         shape = set(draft.preset)
         if "d_model" in draft.preset:  # of one size, so nothing of another shape may remain
             shape |= ModelConfig.model_fields.keys() - {"dropout"}
+        if draft.preset.get("positions") == "rope":  # else it is the size of a table
+            shape.discard("max_seq_len")
         _drop(draft, shape, "model", name)
     for cause in sorted(draft.arguments):
         unread: list[str] = []

@@ -49,8 +49,9 @@ def read_hyperparameters(
         5. the model or the adapters of `init_from`, with which 1 to 4 must agree
         6. the default
 
-    A preset of a size in 2 also drops what else shapes the model in 3, and any argument the keys in
-    3 that are not read with it, e.g. lora_rank=null those of adapters.
+    But max_seq_len of 3 comes before that of 2, unless positions are learned. A preset of a size in
+    2 also drops what else shapes the model in 3, and any argument the keys in 3 that are not read
+    with it, e.g. lora_rank=null those of adapters.
 
     Args:
         overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal
