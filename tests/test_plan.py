@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from huggingface_hub import constants
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -320,6 +321,20 @@ def test_plan_needs_no_file_but_config_json(kind: str, tmp_path: Path) -> None:
     assert hp.model.n_parameters == sum(p.numel() for p in network.parameters())
     with pytest.raises(ConfigError, match=r"needs model\.safetensors"):
         read_with_model_defaults(settings)
+
+
+def test_plan_of_a_model_that_is_not_here_says_what_suffices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    arguments = ["--config", str(REPOSITORY / "recipes" / "chat.yaml")]
+    with pytest.raises(ConfigError, match=r"hf download .*\n.* add model=smollm2-1\.7b, .*json$"):
+        load_hyperparameters(parse_plan_arguments(arguments))
+    with pytest.raises(ConfigError, match=r"nowhere does not exist\n.*set model to the preset"):
+        load_hyperparameters(parse_plan_arguments([*arguments, f"init_from={tmp_path}/nowhere"]))
+    hp = load_hyperparameters(parse_plan_arguments([*arguments, "model=smollm2-1.7b"]))
+    assert (hp.model.max_seq_len, hp.own_model.n_layers) == (1024, 24)
 
 
 def test_plan_that_does_not_fit_says_what_settings_need(

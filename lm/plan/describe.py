@@ -6,8 +6,9 @@ import argparse
 import json
 import math
 import sys
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,23 +33,26 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     hp = reading.load_hyperparameters(args.config, args.overrides)
     if hp.checkpoint.init_from is None:
         return hp
-    is_on_hub = hp.own_model.model is None and weights.is_model(hp.checkpoint.init_from)
-    if Path(hp.checkpoint.init_from).exists() or is_on_hub:
-        defaults = partial(adapters.model_defaults, needs_weights=False)
-        return reading.load_hyperparameters(args.config, args.overrides, defaults)
-    if hp.own_model.model is None:
-        problem = f"init_from: {hp.checkpoint.init_from} does not exist"
-        raise ConfigError(f"{problem}; {_advise_preset(hp.checkpoint.init_from)}")
+    if Path(hp.checkpoint.init_from).exists() or hp.own_model.model is None:
+        return reading.load_hyperparameters(args.config, args.overrides, _read_start)
     return hp
 
 
-def _advise_preset(init_from: str) -> str:
-    """Return how to plan the model `init_from` without its files."""
-    name = init_from.partition("@")[0].rpartition("/")[2].lower()
-    for preset in PRESETS:
-        if preset == name.removesuffix("-instruct"):
-            return f"add model={preset}, a preset of its shape"
-    return "set model to the preset with its shape"
+def _read_start(init_from: str) -> Mapping[str, Any]:
+    """Return the hyperparameters of the model `init_from`; if it is not here, say what suffices."""
+    try:
+        if Path(init_from).exists() or weights.is_model(init_from):
+            return adapters.model_defaults(init_from, needs_weights=False)
+        raise ConfigError(f"init_from: {init_from} does not exist")
+    except ConfigError as error:
+        if Path(init_from).exists():
+            raise
+        name = init_from.partition("@")[0].rpartition("/")[2].lower().removesuffix("-instruct")
+        remedy = "set model to the preset with its shape"
+        if name in PRESETS:
+            remedy = f"add model={name}, a preset of its shape"
+        advice = f"for a plan {remedy}, or use a directory with its config.json"
+        raise ConfigError(*error.problems, f"init_from: {advice}") from None
 
 
 def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
