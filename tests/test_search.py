@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -258,6 +259,34 @@ def test_note_on_values_where_a_range_has_exponents() -> None:
     assert note.startswith("tiny.yaml:2: lr: minval and maxval are exponents of 10")
     assert "1.0002 to 1.0233 is drawn" in note
     assert "minval -4 and maxval -2" in note
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "arguments are required: FILE\n"),
+        (["tiny.yaml", "max_trials=4"], "argument max_trials: .*mean searcher.max_trials\\?"),
+        (["tiny.yaml", "searcher.max_trial=4"], "argument searcher.max_trial: .*max_trials\\?"),
+        (["tiny.yaml", "searcher.divisor=x"], "argument searcher.divisor: 'x' is not"),
+        (["tiny.yaml", "searcher.divisor"], 'argument "searcher.divisor": is not key=value'),
+    ],
+)
+def test_wrong_arguments_of_a_search_have_a_remedy(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_experiment(ASHA, SMALL | {"max_steps": 400})
+    with suppress(SystemExit):  # of argparse
+        assert command.main(arguments) == ConfigError.exit_code
+    assert re.search(part, capsys.readouterr().err)
+
+
+def test_argument_sets_a_key_of_the_searcher() -> None:
+    path = write_experiment(ASHA, SMALL)
+    experiment = Experiment(path, ["searcher.max_trials=4", "batch_size=2"])
+    assert experiment.searcher.max_trials == 4
+    assert experiment.overrides == ["batch_size=2"]
+    changes = differences(Experiment(path, ["batch_size=2"]).identity(), experiment.identity())
+    assert changes == ["searcher.max_trials: was 32, is now 4"]
 
 
 def test_range_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -607,8 +636,9 @@ def test_search_names_what_makes_its_trials_incomparable(
 def test_search_limits_the_lines_on_one_trial() -> None:
     started_search(SMALL)
     edit_file("config.yaml", "hyperparameters:\n")
-    with pytest.raises(ConfigError, match="more"):
+    with pytest.raises(ConfigError, match="more") as raised:
         Search(Path("tiny.yaml"), []).save()
+    assert str(raised.value).count("undo the change") == 1
 
 
 def test_search_that_is_complete_reads_its_data_again(capsys: pytest.CaptureFixture[str]) -> None:

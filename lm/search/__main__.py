@@ -44,9 +44,8 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
     parser.add_argument(
         "file", type=home_path, metavar="FILE", help="experiment file with a searcher"
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="hyperparameters to change"
-    )
+    argument_help = "hyperparameters to change, or searcher.KEY=VALUE"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=argument_help)
     parser.add_argument(
         "--parallel", type=int, metavar="N", help="trials at once (default: one per GPU, or 1)"
     )

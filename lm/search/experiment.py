@@ -9,13 +9,15 @@ import difflib
 import itertools
 import math
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from lm import strict_yaml
+from lm.config.hyperparameters import FIELDS
 from lm.errors import ConfigError
 
 _TYPES = ("const", "categorical", "int", "double", "log")
@@ -220,7 +222,7 @@ class Experiment:
 
     Args:
         path: of the file.
-        overrides: `key=value`; each replaces a value or a range.
+        overrides: `key=value`; each replaces a value or a range, or `searcher.KEY` that key.
 
     Raises:
         ConfigError: lists every problem of the searcher and the ranges.
@@ -228,16 +230,21 @@ class Experiment:
 
     def __init__(self, path: Path, overrides: list[str]) -> None:
         self.path = path
-        self.overrides = overrides
+        of_searcher = [each for each in overrides if re.match(r"\s*searcher\..*=", each)]
+        self.overrides = [each for each in overrides if each not in of_searcher]
         self.contents, self.lines = strict_yaml.load_experiment(path)
         self._problems: list[str] = []
-        searcher = self._read_searcher()
+        self._arguments: set[str] = set()
+        searcher = self._read_searcher(of_searcher)
         section = self.contents["hyperparameters"] or {}
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: hyperparameters: is not a mapping of keys to values")
         self.overridden: dict[str, str] = {}
-        for override in overrides:
+        for override in self.overrides:
             key, _, value = override.partition("=")
+            if key.strip() in SearcherConfig.model_fields.keys() - FIELDS.keys():
+                problem = f"no hyperparameter; did you mean searcher.{key.strip()}?"
+                self._problems.append(f"argument {key.strip()}: {problem}")
             self.overridden[key.strip()] = value
             if _is_range(_parse(value)):
                 problem = f"a range is set in {path}, not on the command line"
@@ -313,11 +320,17 @@ class Experiment:
             raise ConfigError(f"{self.path}: the grid has more than {MAX_TRIALS:,} points")
         return points
 
-    def _read_searcher(self) -> SearcherConfig | None:
+    def _read_searcher(self, overrides: Sequence[str]) -> SearcherConfig | None:
         section = self.contents.get("searcher")
         if not isinstance(section, dict):
             self._problems.append(f"{self.path}: searcher: is missing; see recipes/search.yaml")
             return None
+        section = dict(section)
+        self.contents["searcher"] = section
+        for override in overrides:
+            key, _, value = override.partition("=")
+            section[key.strip().removeprefix("searcher.")] = _parse(value)
+            self._arguments.add(key.strip())
         try:
             return SearcherConfig.model_validate(section)
         except ValidationError as invalid:
@@ -392,6 +405,8 @@ class Experiment:
     def _label(self, key: str) -> str:
         """Return where `key` is set, e.g. "search.yaml:12: searcher.max_time"."""
         outer = ".".join(key.split(".")[:2])
+        if outer in self._arguments:
+            return f"argument {key}"
         section = outer.partition(".")[0]
         line = self.lines.get(outer, self.lines.get(section))
         where = str(self.path)

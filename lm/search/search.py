@@ -226,8 +226,8 @@ class Search:
     def _refuse(self, changes: Sequence[str]) -> None:
         if changes:
             remedy = f"undo the change, or start another search: run_name={self.name}-2"
-            problems = [f"{self.path}: {change}; {remedy}" for change in changes]
-            raise ConfigError(*limit_problems(problems))
+            problems = limit_problems([f"{self.path}: {change}" for change in changes])
+            raise ConfigError(*problems[:-1], f"{problems[-1]}; {remedy}")
 
     def _require_no_others(self, file: Path) -> None:
         """Raise ConfigError if trials of another search are in the directory of a lost `file`."""
