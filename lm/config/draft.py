@@ -116,7 +116,7 @@ def _apply_override(draft: Draft, override: str) -> None:
             draft.refuse(key, f"{problem}; use UTF-8, and set LC_ALL=C.UTF-8")
         draft.arguments.add(key)
         return
-    problem = "is not key=value"
+    problem = 'is not key=value, without spaces around "="'
     if override.endswith((".yaml", ".yml")):
         problem += f"; did you mean --config {override}?"
     draft.refuse(override, problem, label=f"argument {show(override)}")

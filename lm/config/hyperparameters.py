@@ -224,7 +224,8 @@ def _json_schema() -> dict[str, Any]:
         properties |= schema["properties"]
         definitions |= schema.get("$defs", {})
     for key in properties.values():
-        key.pop("aliases", None)  # not a word of JSON Schema
+        for name in ("aliases", "meanings"):  # not words of JSON Schema
+            key.pop(name, None)
     return {"properties": properties, "$defs": definitions}
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from lm.config.draft import Draft
 from lm.config.hyperparameters import KEYS_OF_ALIASES, Hyperparameters, of_part, parts_of
-from lm.config.wording import show
+from lm.config.wording import as_argument, show
 from lm.errors import ConfigError
 from lm.launch.console import warn
 from lm.model_config import ModelConfig
@@ -111,8 +111,9 @@ def _check_adapters(draft: Draft, given: Mapping[str, Any], defaults: Mapping[st
     source = draft.values["init_from"]
     if "lora_rank" in given and given["lora_rank"] is None:
         problem = f"null would train all weights, but {source} holds adapters"
-        remedy = "remove lora_rank, or merge them with PEFT's merge_and_unload()"
-        raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}")
+        remedy = f"use {as_argument('lora_rank', defaults['lora_rank'])}"
+        others = "or merge them with PEFT's merge_and_unload()"
+        raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}, {others}")
     _refuse_other_values(draft, given, defaults, "adapters")
 
 
@@ -134,10 +135,10 @@ def _refuse_other_values(
             label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
             source = draft.values["init_from"]
             problem = f"{show(given[key])} differs from {show(structure[key])} in {source}"
-            remedy = f"use other {what}"
+            remedy = f"use {as_argument(key, structure[key])}, or other {what}"
             if key in ("rope_scaling", "rope_theta"):
-                remedy = f"set it in {_CONFIG_OF_A_COPY}"
-            draft.refuse(key, f"{problem}; remove {key}, or {remedy}", label)
+                remedy = f"remove {key}, or set it in {_CONFIG_OF_A_COPY}"
+            draft.refuse(key, f"{problem}; {remedy}", label)
 
 
 def _structure_of(what: str, defaults: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -134,7 +134,7 @@ def _add_error_of_value(draft: Draft, problem: ErrorDetails) -> None:
         nearest=nearest(path[-1], siblings),
     )
     if template == _OTHER_PROBLEM and isinstance(value, str):
-        text += nearest_value(value, schema)
+        text += nearest_value(key, value, schema)
     label = ".".join([draft.label(key), *path[1:]])
     _add_error(draft, path, ConfigError(f"{label}: {text}"))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lm.config.hyperparameters import FIELDS, SCHEMA
-from lm.fields import aliases_of
+from lm.fields import aliases_of, meanings_of
 
 _TYPES = {
     "integer": "an integer",
@@ -26,6 +28,12 @@ def show(value: Any) -> str:
     except (ValueError, RecursionError):  # contains itself, or is nested deeply
         text = "this"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def as_argument(key: str, value: Any) -> str:
+    """Return `value` as the argument that sets it is typed in a shell."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"{key}={shlex.quote(text)}"
 
 
 def accepted(schema: Mapping[str, Any]) -> str:
@@ -76,8 +84,14 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return f"; did you mean {ours[near[0]]}?" if near else "; python -m lm.config lists all"
 
 
-def nearest_value(value: str, schema: Mapping[str, Any]) -> str:
-    """Return the hint at the value that `value` most likely means, or ""."""
+def nearest_value(key: str, value: str, schema: Mapping[str, Any]) -> str:
+    """Return the hint at what `value` most likely means for `key`, or "".
+
+    `schema` is that of `key`, or of a key in its mapping.
+    """
+    meaning = meanings_of(FIELDS[key]).get(re.sub("[-_ ]", "", value.lower()))
+    if meaning is not None:
+        return f"; {meaning}"
     known: list[str] = []
     for option in schema.get("anyOf", [schema]):
         known += option.get("enum", [])

@@ -43,6 +43,7 @@ class DataConfig(Config, frozen=True):
         " with its loss; null = held out of train_data: the last 5 % (text),"
         " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
         " null = `validation`",
+        json_schema_extra={"aliases": ["val_split", "eval_data", "validation_split"]},
     )
     tokenizer: OfFiles[Fixed[str | None]] = Field(
         None,

@@ -36,4 +36,7 @@ class MetricsConfig(Config, frozen=True):
         None,
         description="services that are sent metrics, samples and status; a failure of theirs never"
         " ends the run",
+        json_schema_extra={
+            "meanings": {"tensorboard": "its files are always written, `make board` shows them"}
+        },
     )

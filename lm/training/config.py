@@ -310,7 +310,17 @@ class ParallelConfig(Config, frozen=True):
     sharding: Logged[
         Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
     ] = Field(
-        "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
+        "full-shard",
+        description="sharding of parameters, gradients and optimizer state over ranks",
+        json_schema_extra={
+            "meanings": {
+                "ddp": "did you mean no-shard?",
+                "fsdp": "did you mean full-shard?",
+                "hsdp": "did you mean hybrid-full-shard?",
+                "zero2": "did you mean grad-shard?",
+                "zero3": "did you mean full-shard?",
+            }
+        },
     )
     shard_group_size: Annotated[Logged[int | None], Needs("sharding", HYBRID)] = Field(
         None,
