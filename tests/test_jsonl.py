@@ -29,6 +29,7 @@ from lm.errors import ConfigError
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support.hyperparameters import TINY, named_keys
+from tests.support.jq import make_lines
 from tests.support.tokenizer_files import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
@@ -295,7 +296,7 @@ def test_prompt_and_completion_can_be_messages(tmp_path: Path) -> None:
 
 def test_prompt_and_completion_as_texts_next_to_a_chat_template_are_noted(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "to be", "completion": " or not"}] * 3)
-    note = "3 records are prompt and completion as texts, trained without the chat template"
+    note = "3 records with prompt and completion as texts, trained without the chat template"
     assert note in (JsonlDataset([file], LLAMA, 64).note or "")
     plain = load_tokenizer(str(save_tokenizer(tmp_path)))
     for tokenizer in (BYTES, plain):
@@ -747,7 +748,7 @@ def test_nulls_that_a_table_adds_to_calls_are_left_out(template: str, tmp_path: 
     assert "null" in (tmp_path / "b.jsonl").read_text()
     found = JsonlDataset([tmp_path / "b.jsonl"], tokenizer, 512)
     assert found.fingerprint() == expected.fingerprint()
-    assert "; 2 calls of tools without nulls" in (found.note or "")
+    assert "; 2 calls of a tool without nulls" in (found.note or "")
 
 
 def test_null_that_a_schema_lists_or_that_is_in_json_text_is_meant(tmp_path: Path) -> None:
@@ -863,7 +864,7 @@ INVALID = {
         'tools: {"name": "f"',
     ),
     "keys": ('{"content": "a", "url": "b"}', "the keys: content, url; rename them"),
-    "keys-nested": ('{"data": [{"text": "a"}]}', "write each of them on a line"),
+    "keys-nested": ('{"data": [{"text": "a"}]}', "write the records of data one a line"),
     "keys-messages": (
         '{"chosen": [{"role": "user", "content": "a"}], "rejected": []}',
         "chosen: preferences are learned with objective: dpo",
@@ -984,8 +985,10 @@ def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "advice"),
     [
-        ("a.csv", "prompt,completion", "pandas"),
-        ("a.json", '{\n"train": []}', "jq -c"),
+        ("a.csv", "prompt,completion", r"pandas.read_csv\(OLD\)"),
+        ("a.csv", "prompt;completion", r"read_csv\(OLD, sep=';'\)"),
+        ("a.tsv", "prompt\tcompletion", r"read_csv\(OLD, sep='\\t'\)"),
+        ("a.json", '{\n"train": []}', r"jq -c \. .* jq -c '.KEY\[\]' OLD > NEW"),
         ("README.md", "# Chats", r"'DIRECTORY/\*\*/\*.jsonl'"),
     ],
 )
@@ -993,6 +996,35 @@ def test_json_error_advises_by_suffix(name: str, content: str, advice: str, tmp_
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=f"{name}:1: not valid JSON: .*; .*{advice}"):
         JsonlDataset([tmp_path / name], BYTES, 8)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"text": "a"}, indent=1),
+        json.dumps({"text": "a", "more": []}, indent=1).replace("{\n", "{"),
+        '// of the web\n{"text": "a"}\n',
+        ' # of the web\n{"text": "a"}\n',
+        "{'text': 'a', 'label': None}",
+    ],
+)
+def test_json_error_names_what_writes_lines(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"{file}:1: not valid JSON") as error:
+        JsonlDataset([file], BYTES, 8)
+    (record,) = make_lines(error.value, content)
+    assert record["text"] == "a"
+
+
+@pytest.mark.parametrize("second", ["// b", "{'text': 'b'}", ""])
+def test_json_array_with_a_mistake_is_named_by_its_line(second: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(f'[\n{{"text": "a"}},\n{second}\n]')
+    rules = "line [34], .*; correct it: JSON has no comments, no comma before "
+    with pytest.raises(ConfigError, match=rules) as error:
+        JsonlDataset([file], BYTES, 8)
+    assert "jq" not in str(error.value)
 
 
 def test_json_error_has_one_line_number(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.rendering import RecordRenderer
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
+from tests.support.jq import make_lines
 from tests.support.tokenizer_files import llama_tokenizer
 
 TEMPLATE = (
@@ -592,6 +593,17 @@ def test_content_without_a_place_is_refused(name: str) -> None:
         render(record)
     assert str(error.value).startswith(f"file:1: {start}")
     assert "jq" not in str(error.value)
+    assert ('write the record as messages, {"messages": [' in str(error.value)) == (
+        "not read" in start and not start.startswith("text")
+    )
+
+
+@pytest.mark.parametrize("key", ["data", "train-split"])
+@pytest.mark.parametrize("records", [[{"text": "A"}], [{"prompt": "Q", "response": "A"}] * 2])
+def test_records_in_a_list_are_named(key: str, records: list[dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError) as error:
+        render({"version": "1.0", key: records})
+    assert make_lines(error.value, json.dumps({"version": "1.0", key: records})) == records
 
 
 def test_content_in_a_message_is_refused() -> None:

@@ -400,7 +400,7 @@ def test_data_note_counts_padded_truncated_and_dropped(tmp_path: Path) -> None:
     lines = [{"text": "abcdefgh"}, {"text": "ab"}]
     answers = [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": "b"}]
     truncated = ["2 samples", "2 sequences", "25.0 % padding", "1 truncated", "40.0 % of"]
-    dropped = ["1 samples", "1 sequences", "50.0 % padding", "1 more"]
+    dropped = ["1 sample", "1 sequence", "50.0 % padding", "1 more"]
     for packing in (True, False):
         assert counts(open_lines(tmp_path, *lines, packing=packing)) == [truncated] * 2
         assert (

@@ -21,6 +21,7 @@ from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
+from tests.support.jq import make_lines
 from tests.support.tokenizer_files import llama_tokenizer
 
 BYTES = ByteTokenizer()
@@ -189,6 +190,47 @@ def test_what_is_no_pair_is_refused_with_its_line(name: str, tmp_path: Path) -> 
     with pytest.raises(ConfigError) as error:
         JsonlDataset([file], LLAMA, 256, pairs=True)
     assert str(error.value).startswith(f"{file}:2: {start}")
+
+
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "openai": [
+        {
+            "input": {"messages": chat("Q"), "tools": []},
+            "preferred_output": chat("A", start="assistant"),
+            "non_preferred_output": chat("B", start="assistant"),
+        }
+    ],
+    "responses": [{"question": "Q", "chosen_response": "A", "rejected_response": "B"}],
+    "swift": [{"messages": chat("Q", "A"), "rejected_response": "B"}],
+    "list": [{"data": [{"question": "Q", "chosen": "A", "rejected": "B"}], "version": 1}],
+    "kto": [
+        {"prompt": chat("Q"), "completion": reply, "label": label}
+        for reply, label in (("B", False), ("A", True))
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_makes_pairs_of_other_layouts_is_named(name: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", LAYOUTS[name])
+    with pytest.raises(ConfigError, match=f"{file}:1: chosen: is missing") as error:
+        JsonlDataset([file], LLAMA, 256, pairs=True)
+    pairs = write(tmp_path / "b.jsonl", make_lines(error.value, file.read_text()))
+    expected = write(tmp_path / "c.jsonl", [{"question": "Q", "chosen": "A", "rejected": "B"}])
+    found, wanted = (JsonlDataset([each], LLAMA, 256, pairs=True) for each in (pairs, expected))
+    assert found.fingerprint() == wanted.fingerprint()
+
+
+def test_pairs_of_texts_are_counted_as_pairs(tmp_path: Path) -> None:
+    record = READ["texts"][0]
+    file = write(tmp_path / "a.jsonl", [record, record])
+    note = JsonlDataset([file], LLAMA, 256, pairs=True).note or ""
+    assert "2 pairs as texts, trained without the chat template" in note
+    assert "rename prompt to question" in note
+    renamed = {"question" if key == "prompt" else key: value for key, value in record.items()}
+    note = JsonlDataset([write(file, [renamed])], LLAMA, 256, pairs=True).note or ""
+    assert note.startswith("1 pair in 1 sequence, ")
+    assert "of 1 record read as chats" in note
 
 
 JSON = st.sampled_from([None, True, 0, 1.5, "", "x", [], {}, [1], ["x"], [[]], [{}], {"role": 1}])

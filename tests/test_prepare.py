@@ -456,8 +456,31 @@ NOISE = os.urandom(4000)
             "text",
             ":1: has no 'text', only 'messages'; train on chats with dataset: jsonl",
         ),
+        (
+            "a.jsonl",
+            b'{"prompt": "Q", "response": "A"}',
+            "text",
+            ":1: has no 'text', only 'prompt', 'response'; train on prompt with response with"
+            " dataset: jsonl, or ",
+        ),
+        (
+            "a.jsonl",
+            b'{"data": [{"text": "A"}], "n": 1}',
+            "text",
+            ":1: has no 'text', only 'data', 'n'; write the records of data one a line, jq -c ",
+        ),
+        *(
+            (
+                "a.csv",
+                f"text{sign}label\na, b{sign}1\n".encode(),
+                "text",
+                f":1: has no 'text', only {f'text{sign}label'!r}; {sign!r} seems to separate"
+                f" columns: write commas, in Python: pandas.read_csv(OLD, sep={sign!r}).to_csv(",
+            )
+            for sign in ";\t|"
+        ),
         ("a.csv", b"moves,n\ne4,1\n", "text", ":1: has no 'text', only 'moves', 'n'"),
-        ("a.csv", b'n,text\n1,"to\nbe"\n2\n', "text", ":4: has 1 columns, but the header has 2"),
+        ("a.csv", b'n,text\n1,"to\nbe"\n2\n', "text", ":4: has 1 column, but the header has 2"),
         ("a.csv", b"n,text\n1,to be, or not\n", "text", ":2: has 3 columns, but the header has 2"),
         (
             "a.tsv",
@@ -938,7 +961,7 @@ def test_prepare_verify_finds_every_flipped_bit(
     assert run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert command.main(["--verify", str(out)]) == 0
     assert (
-        capsys.readouterr().out == f"{out}/train.bin: 6 tokens (uint16) in 1 documents: verified\n"
+        capsys.readouterr().out == f"{out}/train.bin: 6 tokens (uint16) in 1 document: verified\n"
     )
     for name in ("train.bin", "train.ends"):
         before = (out / name).read_bytes()

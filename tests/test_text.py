@@ -177,6 +177,32 @@ def test_data_that_are_not_on_disk_are_refused_with_the_way(
     assert advice in problem
 
 
+@pytest.mark.parametrize("where", ["[{0}/a.txt,{0}/b.txt]", "{0}/a.txt, {0}/b.txt", "{0}/a.txt b"])
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "tokens", "hf"])
+def test_several_files_are_a_directory_or_a_glob(dataset: str, where: str, tmp_path: Path) -> None:
+    write(tmp_path, "a.txt", "b.txt")
+    config = DataConfig.model_validate({"dataset": dataset, "train_data": where.format(tmp_path)})
+    with pytest.raises(ConfigError, match=r"^train_data: no file .*; several files are a dir.*\*"):
+        open_data(config, 257, 16, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["own", "own/train.bin"])
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf"])
+@pytest.mark.parametrize("key", ["train_data", "val_data"])
+def test_token_files_are_not_read_as_text(
+    key: str, dataset: str, name: str, tmp_path: Path
+) -> None:
+    (text,) = write(tmp_path, "a.txt")
+    own = tmp_path / "own"
+    own.mkdir()
+    for suffix in (".bin", ".json"):
+        (own / f"train{suffix}").touch()
+    values = {"dataset": dataset, "train_data": str(text), key: f"{tmp_path}/{name}"}
+    config = DataConfig.model_validate(values)
+    with pytest.raises(ConfigError, match=f"^{key}: .* token files .*set dataset: tokens"):
+        open_data(config, 257, 16, 2, 0)
+
+
 def test_find_files_calls_a_directory_without_files_one(tmp_path: Path) -> None:
     (tmp_path / ".hidden").write_text("to be")
     with pytest.raises(ConfigError, match=r"^train_data: the directory .* has no files"):
@@ -236,7 +262,8 @@ def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> N
         read_text(find_files(str(tmp_path), "train_data"), TOKENIZER)
     (problem,) = refused.value.problems
     assert problem.startswith(f"{tmp_path}: 4 of 7 files ")
-    for part in ("2 x PNG image (a.png)", "1 x PDF (c.pdf)", ".docx", f"'{tmp_path}/**/*.md'"):
+    globs = (f"'{tmp_path}/**/*.md' or '{tmp_path}/**/*.txt'", "move the other files away")
+    for part in ("2 x PNG image (a.png)", "1 x PDF (c.pdf)", ".docx", *globs):
         assert part in problem
 
 
@@ -295,7 +322,13 @@ NOT_TEXT = {
     "old pickle": (pickle.dumps(["a"], 0), "pickle"),
     "npy": (written_by(lambda file: np.save(file, np.zeros(3))), "NumPy array"),
     "safetensors": (safetensors.numpy.save({"a": np.zeros(3)}), "safetensors file"),
-    "parquet": (written_by(lambda file: pq.write_table(TABLE, file)), "Parquet table"),
+    "parquet": (
+        written_by(lambda file: pq.write_table(TABLE, file)),
+        r"Parquet table.*dataset: jsonl.*pandas.read_parquet\(OLD\).to_json",
+    ),
+    "png": (b"\x89PNG\r\n\x1a\n", "PNG image.*tesseract "),
+    "pdf": (b"%PDF-1.7\n", "PDF.*pdftotext "),
+    "hdf5": (b"\x89HDF\r\n\x1a\n", "HDF5 file.* ids with python -m lm.prepare"),
     "NUL": (b"to be\0", "byte 5 is NUL.*tr -d"),
     "UTF-16LE": ("text".encode("utf-16-le"), "byte 1 is NUL, .*iconv -f UTF-16LE "),
     "UTF-16": ('{"text": "a"}'.encode("utf-16"), "is UTF-16, .*iconv -f UTF-16 "),
@@ -367,6 +400,10 @@ def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:
         config = DataConfig.model_validate({"dataset": "text", "train_data": str(path)})
         return "\n".join(open_data(config, 257, 16, 2, 0).notes)
 
+    with pytest.raises(ConfigError, match=r"at least 2; add data, or lower max_seq_len$"):
+        notes("tiny.txt", 12)
+    one = notes("one.txt", 100)
+    assert "1 of the 6 sequences of train_data is held out" in one
     assert "train_data: 5,000 bytes " in notes("few.txt", 5_000)
     assert "train_data: " not in notes("enough.txt", 100_000)
     assert "dataset: jsonl" in notes("chats.jsonl", 100_000)

@@ -230,7 +230,7 @@ def test_choose_device_with_one_visible_gpu_per_rank(launcher: str, gpus: Simple
 
 def test_choose_device_refuses_more_ranks_than_gpus(gpus: SimpleNamespace) -> None:
     gpus.count = 1
-    with pytest.raises(ConfigError, match=r"2 ranks .*1 visible GPUs.* 1 per node"):
+    with pytest.raises(ConfigError, match=r"2 ranks .*1 visible GPU;.* 1 per node"):
         choose_device(launch(0, 2, 1))
 
 

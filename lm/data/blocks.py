@@ -56,7 +56,11 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             yield block.removeprefix(codecs.BOM_UTF8) if n_bytes == 0 else block
             n_bytes += len(block)
     except (OSError, EOFError, zlib.error) as error:
-        problem = getattr(error, "strerror", None) or error
+        problem = getattr(error, "strerror", None)
+        if problem is None:  # of the decompressor
+            problem = f"{error}; download or compress it again"
+            if n_bytes == 0:
+                problem += f", or if it is not compressed, rename it to {path.stem}"
         raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {problem}") from None
 
 

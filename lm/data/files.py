@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shlex
 import sys
 import sysconfig
@@ -83,6 +84,11 @@ def check_path(where: str, key: str) -> None:
         command = _DOWNLOADS.get(scheme, "a command of your storage").format(shlex.quote(where))
         problem = f"{where} is a URL, but data are read from disk"
         raise ConfigError(f"{key}: {problem}; download them first, e.g. with {command}")
+    parts = [part.strip("'\"") for part in re.split(r"[\s,]+", where.strip("[]"))]
+    if "," in where or any(Path(part).exists() for part in parts):
+        several = "several files are a directory or a glob, e.g. 'DIRECTORY/*.txt'"
+        several += ", several directories of token files {A: 1, B: 1}"
+        raise ConfigError(f"{key}: no file found at {where!r}; {several}")
     if "$" in where:
         expanded = os.path.expandvars(where)
         problem = f"{where}: environment variables are not expanded"

@@ -6,13 +6,21 @@ import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.data.blocks import read_line_blocks
-from lm.data.signatures import advise_encoding
+from lm.data.signatures import advise_encoding, find_delimiter, to_json_lines
 from lm.errors import ConfigError
+
+_RULES = (
+    "correct it: JSON has no comments, no comma before ] or }, and strings only in double quotes"
+)
+_FROM_PYTHON = (
+    "python -c 'import ast, json, sys; [print(json.dumps(ast.literal_eval(line)))"
+    " for line in sys.stdin]' < OLD > NEW"
+)
 
 
 class RawLine(NamedTuple):
@@ -84,13 +92,16 @@ def _read_json_array(path: Path, content: bytes) -> Iterator[RawLine]:
 
 def _parse_json(content: bytes, place: str, path: Path) -> Any:
     try:
-        return load_json(content.decode())
+        return load_json(content.decode().rstrip())
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8"
         raise ConfigError(f"{place}: {problem}; {advise_encoding(path, content)}") from None
     except json.JSONDecodeError as error:  # whose line number is that within `content`
-        problem = f"{error.msg} at character {error.pos + 1}"
-        raise ConfigError(f"{place}: not valid JSON: {problem}; {_advise_json(path)}") from None
+        where = f"character {error.pos + 1}"
+        if error.lineno > 1:  # of an array
+            where = f"line {error.lineno}, character {error.colno}"
+        problem = f"not valid JSON: {error.msg} at {where}"
+        raise ConfigError(f"{place}: {problem}; {_advise_json(path, error)}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from None
     except ConfigError as error:
@@ -117,40 +128,26 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _advise_json(path: Path) -> str:
+def _advise_json(path: Path, error: json.JSONDecodeError) -> str:
     """Return what to do with a file that is not JSON Lines."""
     suffixes = set(path.suffixes)
+    text = error.doc.lstrip()
     if suffixes & {".csv", ".tsv"}:
-        command = "read_csv(OLD).to_json(NEW, orient='records', lines=True)"
-        return f"convert it, e.g. with pandas: {command}"
+        delimiter = find_delimiter(text)
+        options = f", sep={delimiter!r}" if delimiter else ""
+        return f"convert it, in Python: {to_json_lines(f'read_csv(OLD{options})')}"
+    if not suffixes & {".jsonl", ".ndjson", ".json"}:
+        glob_of_lines = "'DIRECTORY/**/*.jsonl'"
+        return f"choose JSON Lines by a glob, e.g. {glob_of_lines}; dataset: text reads text"
+    if text.startswith(("//", "#")):
+        return "JSON has no comments; delete these lines, e.g. grep -vE '^ *(//|#)' OLD > NEW"
+    if text.startswith("{'"):
+        return f"these are values of Python, with other quotes; convert them, {_FROM_PYTHON}"
+    if text.startswith("["):
+        return _RULES
+    if error.pos < len(error.doc):
+        return f"each line must be one JSON object; {_RULES}"
+    remedy = "if an object has several lines, write each on one, jq -c . OLD > NEW"
     if ".json" in suffixes:
-        return "write its records one a line, e.g. jq -c '.KEY[]' OLD.json > NEW.jsonl"
-    if suffixes & {".jsonl", ".ndjson"}:
-        return "each line must be one JSON object"
-    glob_of_lines = "'DIRECTORY/**/*.jsonl'"
-    return f"choose JSON Lines by a glob, e.g. {glob_of_lines}; dataset: text reads text"
-
-
-def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -> str:
-    """Return the text in the field `key` of a record.
-
-    Raises:
-        ConfigError: there is no text. It says to change `setting`; the caller adds the place.
-    """
-    if key not in record:
-        fields = ", ".join(repr(field) for field in record) or "nothing"
-        problem = f"has no {key!r}, only {fields}"
-        if "messages" in record:
-            raise ConfigError(f"{problem}; train on chats with dataset: jsonl")
-        raise ConfigError(f"{problem}; set {setting} to one of them")
-    text = record[key]
-    advice = "remove or correct the record"
-    if not isinstance(text, str):
-        shown = json.dumps(text, default=str)[:60]
-        raise ConfigError(f"{key!r} is {shown}, not text; {advice}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"{key!r} is not valid Unicode: character {error.start} is an unpaired surrogate"
-        raise ConfigError(f"{problem}; {advice}") from None
-    return text
+        remedy += ", or, if it has a list of records, jq -c '.KEY[]' OLD > NEW"
+    return f"each line must be one JSON object; {remedy}"

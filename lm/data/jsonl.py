@@ -31,6 +31,7 @@ from lm.data.rendering import describe_template, find_template_text
 from lm.data.tokenizer import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
+from lm.units import format_count
 
 
 class JsonlDataset(Dataset):
@@ -276,14 +277,15 @@ def _describe(
     """Return a line on the samples, on what was truncated and dropped, and on what was read."""
     seq_len = options.seq_len
     padding = 1 - counts.n_tokens / (n_sequences * seq_len)
-    kind = "pairs" if options.pairs else "samples"
-    note = f"{counts.n_samples} {kind} in {n_sequences} sequences, {100 * padding:.1f} % padding"
+    samples = format_count(counts.n_samples, "pair" if options.pairs else "sample")
+    sequences = format_count(n_sequences, "sequence")
+    note = f"{samples} in {sequences}, {100 * padding:.1f} % padding"
     if counts.n_truncated > 0:
         lost = 1 - counts.n_tokens / counts.n_full_tokens
-        note += f"; {counts.n_truncated} truncated to max_seq_len {seq_len}"
+        note += f"; {counts.n_truncated:,} truncated to max_seq_len {seq_len}"
         note += f", {100 * lost:.1f} % of the tokens dropped"
     if counts.n_dropped > 0:
-        note += f"; {counts.n_dropped} more dropped"
+        note += f"; {counts.n_dropped:,} more dropped"
         note += f", without targets within max_seq_len {seq_len}"
     has_template = find_template_text(tokenizer) is not None
     return "; ".join([note, *counts.notes.describe(has_template=has_template)])

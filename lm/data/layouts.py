@@ -11,14 +11,17 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from lm.data.chat_template import REASONING_KEYS
-from lm.data.json_lines import get_text, load_json
+from lm.data.json_lines import load_json
+from lm.data.signatures import find_delimiter, write_commas
 from lm.errors import ConfigError, error_prefix, limit_problems
+from lm.units import format_count
 
 _CHATS = ("messages", "conversations", "conversation")
 _QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "inputs")
@@ -45,9 +48,28 @@ _LEARNED = ("train", "training", "loss")
 """false in messages that are not learned"""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
+_MESSAGES = '{"messages": [{"role": "user", "content": "Q"}, ...]}'
 _PREFERENCES = (
     "preferences are learned with objective: dpo, as prompt, chosen and rejected; to learn single"
     " replies, write them as messages"
+)
+_TO_PAIRS = {
+    ("input", "preferred_output", "non_preferred_output"): (
+        "{prompt: .input.messages, tools: .input.tools, chosen: .preferred_output,"
+        " rejected: .non_preferred_output}"
+    ),
+    ("chosen_response", "rejected_response"): (
+        ".chosen = .chosen_response | .rejected = .rejected_response"
+        " | del(.chosen_response, .rejected_response)"
+    ),
+    ("messages", "rejected_response"): (
+        "{messages: .messages[:-1], chosen: .messages[-1].content, rejected: .rejected_response}"
+    ),
+}
+"""what jq makes pairs of, by the keys of other layouts"""
+_GROUP_LABELS = (
+    "jq -sc 'group_by(.prompt)[] | {prompt: .[0].prompt, chosen: map(select(.label))[0].completion,"
+    " rejected: map(select(.label | not))[0].completion} | select(.chosen and .rejected)' OLD > NEW"
 )
 _PREFERENCE_KEY = re.compile(r"(chosen|rejected|preferred|non_preferred)_")
 _LABELS = "labels are not trained; keep the records to be learned, without it"
@@ -89,7 +111,7 @@ class ReadingNotes:
     unread: Counter[str] = field(default_factory=Counter)
     """with a key that was not read"""
     others: Counter[str] = field(default_factory=Counter)
-    """by what was done"""
+    """by what was done, after a noun in the singular"""
 
     def add(self, other: ReadingNotes) -> None:
         self.layouts.update(other.layouts)
@@ -108,11 +130,18 @@ class ReadingNotes:
         how = "as chats with the chat template"
         if not has_template:
             how = "as prompt, newline and completion"
-        notes = [f"{keys} of {n} records are read {how}" for keys, n in self.layouts.items()]
+        notes = [
+            f"{keys} of {format_count(n, 'record')} read {how}" for keys, n in self.layouts.items()
+        ]
         if self.unread:
-            counts = ", ".join(f"{key} of {n}" for key, n in self.unread.most_common())
-            notes.append(f"not read: {counts} records")
-        others = [f"{n} {what}" for what, n in self.others.items()]
+            *more, (last, n_last) = self.unread.most_common()
+            counts = [f"{key} of {n:,}" for key, n in more]
+            counts.append(f"{last} of {format_count(n_last, 'record')}")
+            notes.append(f"not read: {', '.join(counts)}")
+        others: list[str] = []
+        for what, n in self.others.items():
+            noun, _, rest = what.partition(" ")
+            others.append(f"{format_count(n, noun)} {rest}")
         return notes + limit_problems(others)
 
 
@@ -139,7 +168,7 @@ class LayoutReader:
         values = {key: value for key, value in record.items() if value is not None}
         keys = self._find_layout(values)
         if not keys and self.text_field not in record:
-            raise ConfigError(_explain(record, self.text_field))
+            raise ConfigError(self._explain(record))
         if not keys:
             self._count_unread(values, {self.text_field})
             return None
@@ -159,6 +188,8 @@ class LayoutReader:
             ConfigError: it has no two replies to one prompt, or content that has no place.
         """
         values = {key: value for key, value in record.items() if value is not None}
+        if not any(key in values for key in _PAIR):
+            raise ConfigError(self._explain_no_pair(values))
         values |= {key: _read_reply(values, key) for key in _PAIR}
         replies = [values[key] for key in _PAIR]
         questions: list[str] = []
@@ -182,6 +213,43 @@ class LayoutReader:
             self.notes.layouts[", ".join(keys)] += 1
         return pair
 
+    def _explain(self, record: Mapping[str, Any]) -> str:
+        """Return why a record has no layout, and what to do."""
+        for key in record:
+            reason = _find_reason(key, record[key])
+            if reason is not None and not _is_empty(record[key]):
+                return f"{key}: {reason}"
+        keys = [key if value is not None else f"{key} (null)" for key, value in record.items()]
+        problem = f"no {self.text_field} (text_field), no messages, no question with a reply"
+        problem += f"; the line has the keys: {', '.join(keys) or 'none'}"
+        remedy = "rename them to text, to messages, or to prompt and response"
+        nested = _find_records(record, self._is_record)
+        if nested is not None:
+            remedy = _write_records(nested)
+        elif len(record) == 1 and isinstance(record.get(keys[0]), str):
+            remedy = f"set text_field: {keys[0]}"
+        elif len(record) == 1:
+            remedy += "; if it is a list of records, write each of them on a line"
+        return f"{problem}; {remedy}"
+
+    def _is_record(self, value: Mapping[str, Any]) -> bool:
+        return self.text_field in value or bool(_find_exchange(value))
+
+    def _explain_no_pair(self, values: Mapping[str, Any]) -> str:
+        """Return why a record has neither a chosen nor a rejected reply, and what to do."""
+        problem = "chosen: is missing, and so is rejected"
+        problem += f"; the line has the keys: {', '.join(values)}"
+        nested = _find_records(values, lambda each: all(key in each for key in _PAIR))
+        if nested is not None:
+            return f"{problem}; {_write_records(nested)}"
+        for keys, code in _TO_PAIRS.items():
+            if all(key in values for key in keys):
+                return f"{problem}; write pairs, jq -c '{code}' OLD > NEW"
+        if all(key in values for key in ("prompt", "completion", "label")):
+            remedy = "write pairs of the prompts that have replies of both labels"
+            return f"{problem}; {remedy}, {_GROUP_LABELS}"
+        return f"{problem}; objective: dpo compares both; add them, or use objective: next-token"
+
     def _find_prompt(self, values: Mapping[str, Any]) -> list[str]:
         """Return the keys that hold what the replies of preferences answer."""
         found = [key for key in _CHATS if key in values][:1] or _find_question(values)
@@ -195,16 +263,7 @@ class LayoutReader:
         """Return the keys that a chat, a question or a prompt is read by; [] = it is none."""
         if self.text_field in values and self.text_field != _DEFAULT_TEXT_FIELD:
             return []
-        chats = [key for key in _CHATS if key in values]
-        if chats:
-            return chats[:1]
-        if "prompt" in values and "completion" in values:
-            return ["prompt", "completion"]
-        questions = _find_question(values)
-        replies = [key for key in _REPLIES if key in values][:1]
-        if questions and replies:
-            return questions + replies
-        return []
+        return _find_exchange(values)
 
     def _convert(self, values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         """Return the messages of a record, or its prompt and completion."""
@@ -279,7 +338,7 @@ class LayoutReader:
         if is_from:
             raise ConfigError(f"{place}: from is {shown}, not one of {', '.join(_ROLES)}")
         if role != "developer":
-            what = f"messages of role {shown}, which the chat template does not name"
+            what = f"message of role {shown}, which the chat template does not name"
             self.notes.others[what] += 1
         return role
 
@@ -299,7 +358,7 @@ class LayoutReader:
                 refused.append(key)
         if refused:
             problem = f"not read, as the record is read by {', '.join(keys)}"
-            remedy = "add it to these if it is to be learned, else remove it"
+            remedy = f"to learn it, write the record as messages, {_MESSAGES}, else remove the key"
             if self.text_field in refused:
                 remedy = f"remove what is not to be learned, {self.text_field} or the others"
             raise ConfigError(f"{', '.join(refused)}: {problem}; {remedy}")
@@ -318,27 +377,80 @@ class LayoutReader:
         return _strings(values[other]) <= strings
 
 
+def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -> str:
+    """Return the text in the field `key` of a record.
+
+    Raises:
+        ConfigError: there is no text. It says to change `setting`; the caller adds the place.
+    """
+    if key not in record:
+        fields = ", ".join(repr(field) for field in record) or "nothing"
+        problem = f"has no {key!r}, only {fields}"
+        raise ConfigError(f"{problem}; {_advise_field(record, key, setting)}")
+    text = record[key]
+    advice = "remove or correct the record"
+    if not isinstance(text, str):
+        shown = json.dumps(text, default=str)[:60]
+        raise ConfigError(f"{key!r} is {shown}, not text; {advice}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"{key!r} is not valid Unicode: character {error.start} is an unpaired surrogate"
+        raise ConfigError(f"{problem}; {advice}") from None
+    return text
+
+
+def _advise_field(record: Mapping[str, Any], key: str, setting: str) -> str:
+    """Return what to do with records without the field `key`."""
+    keys = _find_exchange(record)
+    delimiter = find_delimiter("".join(record))
+    nested = _find_records(record, lambda each: key in each)
+    if keys and keys[0] in _CHATS:
+        return "train on chats with dataset: jsonl"
+    if keys:
+        together = f"train on {' with '.join(keys)} with dataset: jsonl"
+        return f"{together}, or on one of them alone with {setting}"
+    if nested is not None:
+        return _write_records(nested)
+    if len(record) == 1 and delimiter is not None:
+        return f"{delimiter!r} seems to separate columns: {write_commas(delimiter)}"
+    return f"set {setting} to one of them"
+
+
+def _find_exchange(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a chat, or of a question or a prompt with its reply; [] = it is none."""
+    chats = [key for key in _CHATS if key in values]
+    if chats:
+        return chats[:1]
+    if "prompt" in values and "completion" in values:
+        return ["prompt", "completion"]
+    questions = _find_question(values)
+    replies = [key for key in _REPLIES if key in values][:1]
+    if questions and replies:
+        return questions + replies
+    return []
+
+
+def _find_records(
+    record: Mapping[str, Any], is_record: Callable[[Mapping[str, Any]], bool]
+) -> str | None:
+    """Return the key of a list of records in a record, which is then a whole file of them."""
+    for key, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and is_record(value[0]):
+            return key
+    return None
+
+
+def _write_records(key: str) -> str:
+    """Return how to write the records in the list `key`, one a line."""
+    path = f".{key}[]" if key.isidentifier() else f".[{json.dumps(key)}][]"
+    return f"write the records of {key} one a line, jq -c {shlex.quote(path)} OLD > NEW"
+
+
 def _find_question(values: Mapping[str, Any]) -> list[str]:
     """Return the keys of a question, or of what it is about."""
     question = [key for key in _QUESTIONS if key in values][:1]
     return question + [key for key in _CONTEXTS if key in values]
-
-
-def _explain(record: Mapping[str, Any], text_field: str) -> str:
-    """Return why a record has no layout, and what to do."""
-    for key in record:
-        reason = _find_reason(key, record[key])
-        if reason is not None and not _is_empty(record[key]):
-            return f"{key}: {reason}"
-    keys = [key if value is not None else f"{key} (null)" for key, value in record.items()]
-    problem = f"no {text_field} (text_field), no messages, no question with a reply"
-    problem += f"; the line has the keys: {', '.join(keys) or 'none'}"
-    remedy = "rename them to text, to messages, or to prompt and response"
-    if len(record) == 1 and isinstance(record.get(keys[0]), str):
-        remedy = f"set text_field: {keys[0]}"
-    elif len(record) == 1:
-        remedy += "; if it is a list of records, write each of them on a line"
-    return f"{problem}; {remedy}"
 
 
 def _find_reason(key: str, value: Any) -> str | None:

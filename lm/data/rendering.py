@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
-from lm.data.json_lines import Record, get_text, load_json
-from lm.data.layouts import LayoutReader, ReadingNotes
+from lm.data.json_lines import Record, load_json
+from lm.data.layouts import LayoutReader, ReadingNotes, get_text
 from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
@@ -85,13 +85,24 @@ class RecordRenderer:
             converted = self.layouts.read(record)
             if converted is None:
                 return [self._render_text(record)]
+            self._note_texts(
+                converted, "record with prompt and completion", "completion to response"
+            )
             return [self._render_converted(converted)]
-        pair = [self._render_converted(reply) for reply in self.layouts.read_pair(record)]
-        chosen, rejected = pair
+        replies = self.layouts.read_pair(record)
+        self._note_texts(replies[0], "pair", "prompt to question")
+        chosen, rejected = map(self._render_converted, replies)
         if chosen.text == rejected.text:
             problem = "the replies are equal, so that nothing is preferred"
             raise ConfigError(f"chosen and rejected: {problem}; remove the line")
-        return pair
+        return [chosen, rejected]
+
+    def _note_texts(self, converted: Mapping[str, Any], what: str, renamed: str) -> None:
+        """Count texts that are no chats although the tokenizer has a chat template."""
+        if self.layouts.template is not None and isinstance(converted.get("prompt"), str):
+            problem = f"{what} as texts, trained without the chat template"
+            remedy = f"for chats, rename {renamed}"
+            self.notes.others[f"{problem} that lm.generate --chat uses ({remedy})"] += 1
 
     def _render_converted(self, converted: Mapping[str, Any]) -> RenderedRecord:
         if "messages" in converted:
@@ -107,9 +118,6 @@ class RecordRenderer:
     def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
         prompt = get_text(record, "prompt")
         text = prompt + get_text(record, "completion")
-        if self.layouts.template is not None:
-            what = "records are prompt and completion as texts, trained without the chat template"
-            self.notes.others[f"{what} that lm.generate --chat uses"] += 1
         spans = None
         if self.completion_only:
             spans = [Span(len(prompt), len(text))]
@@ -178,7 +186,7 @@ class RecordRenderer:
                 "rename the role or the key, remove it, or set chat_template to one that writes it"
             )
             raise ConfigError(f"{problem}; {remedy}")
-        what = "records without the thinking of earlier replies, which the chat template leaves out"
+        what = "record without the thinking of earlier replies, which the chat template leaves out"
         self.notes.others[what] += 1
 
     @functools.cached_property
@@ -284,7 +292,7 @@ class RecordRenderer:
             read["arguments"] = _drop_nulls(call["arguments"], listed)
             if read["arguments"] != call["arguments"]:
                 self.notes.others[
-                    "calls of tools without nulls of arguments, which tables add"
+                    "call of a tool without nulls of arguments, which tables add"
                 ] += 1
         return read
 

@@ -108,6 +108,7 @@ def open_data(
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"weights require dataset: tokens, not {config.dataset}"
         raise ConfigError(f"train_data: {problem}; use one file, directory or glob")
+    _check_no_token_files(config)
     if config.dataset == "hf":
         data = _open_stream(config, vocab_size, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
@@ -137,19 +138,45 @@ def open_data(
         data = replace(data, notes=[*data.notes, note])
     n_samples = data.train.samples_per_epoch
     if n_samples is not None and n_samples < global_batch_size:
-        raise _too_few("train_data", n_samples, seq_len, global_batch_size)
+        raise _too_few(config, "train_data", n_samples, seq_len, global_batch_size)
     for each in data.validation:
         if len(each.dataset) == 0:
-            raise _too_few(each.key, 0, seq_len, 1)
+            raise _too_few(config, each.key, 0, seq_len, 1)
     return data
 
 
-def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
-    found = f"{n_samples} sequences of max_seq_len {seq_len}"
+@oserror_as_config_error
+def _check_no_token_files(config: DataConfig) -> None:
+    """Raise ConfigError if data that are read as text or records are token files."""
+    if config.dataset not in ("text", "jsonl", "hf"):
+        return
+    named: list[tuple[str, object]] = [("train_data", config.train_data)]
+    named += [(set_key(name), where) for name, where in config.named_val_data.items()]
+    for key, where in named:
+        if not isinstance(where, str):
+            continue
+        path = Path(where).expanduser()
+        if path.is_dir():
+            path = path / f"{TRAIN}.bin"
+        if path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists():
+            problem = f"{key}: {where} has token files of python -m lm.prepare"
+            raise ConfigError(f"{problem}; set dataset: tokens")
+
+
+def _too_few(
+    config: DataConfig, what: str, n_samples: int, seq_len: int, needed: int
+) -> ConfigError:
+    found = f"{format_count(n_samples, 'sequence')} of max_seq_len {seq_len}"
+    lower: list[str] = []
+    if n_samples > 0:
+        lower.append("the batch size")
+    if config.dataset != "jsonl" or config.packing:
+        lower.append("max_seq_len")
     problem = f"{what}: {found}, but the run needs at least {needed}"
-    return ConfigError(
-        f"{problem}; add data, or lower the batch size, or if samples are packed, max_seq_len"
-    )
+    remedy = "add data"
+    if lower:
+        remedy += f", or lower {' or '.join(lower)}"
+    return ConfigError(f"{problem}; {remedy}")
 
 
 class _OpenedDatasets(NamedTuple):
@@ -189,9 +216,10 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
     if config.val_data is None and config.dataset in ("text", "jsonl"):
         n_held_out = len(opened.validation[0].dataset)
         n_all = n_held_out + len(opened.train[0])
+        verb = "is" if n_held_out == 1 else "are"
         notes.append(
-            f"{n_held_out:,} of the {n_all:,} sequences of train_data are held out for validation,"
-            " as val_data is not set"
+            f"{n_held_out:,} of the {n_all:,} sequences of train_data {verb} held out for"
+            " validation, as val_data is not set"
         )
     if config.dataset != "tokens" and config.train_data in config.named_val_data.values():
         notes.append(f"val_data: {config.train_data} is what the model is trained on")
@@ -309,7 +337,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
     def cut(key: str, file: TokenFile) -> WindowDataset:
         dataset = cut_file(file, seq_len, file.fingerprint())
         if len(dataset) == 0:
-            raise _too_few(f"{key}: {file.path}", 0, seq_len, 1)
+            raise _too_few(config, f"{key}: {file.path}", 0, seq_len, 1)
         if file.index.tokenizer != first.index.tokenizer:
             problem = f"{key}: {file.path} was made with another tokenizer than {first.path}"
             raise ConfigError(f"{problem}; prepare them with one")

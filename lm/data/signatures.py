@@ -22,6 +22,25 @@ _MAX_WESTERN_SHARE = 0.3
 """of bytes beyond ASCII in text of Western languages in an encoding of one byte a character"""
 
 
+def to_json_lines(table: str) -> str:
+    """Return the code that writes a table, which `table` of pandas reads, as JSON Lines."""
+    return f"pandas.{table}.to_json(NEW, orient='records', lines=True)"
+
+
+def find_delimiter(header: str) -> str | None:
+    """Return what separates the columns of the header of a table that has no comma, if it does."""
+    delimiters = [sign for sign in ";\t|" if sign in header]
+    if "," in header or not delimiters:
+        return None
+    return delimiters[0]
+
+
+def write_commas(delimiter: str) -> str:
+    """Return how to write a table with another delimiter as CSV."""
+    code = f"pandas.read_csv(OLD, sep={delimiter!r}).to_csv(NEW, index=False)"
+    return f"write commas, in Python: {code}"
+
+
 class _Signature(NamedTuple):
     """Bytes that all files of a format have at an offset."""
 
@@ -33,18 +52,31 @@ class _Signature(NamedTuple):
     """{} = the path"""
 
 
-_CONVERT = "convert to text, e.g. with pdftotext or pandoc"
+_IMAGE = "recognize its text, e.g. tesseract {} NEW"
 _EXPORT = "write its texts to a .txt or .jsonl file"
-_TABLE = "read it by its suffix, with dataset: hf or python -m lm.prepare"
+_TABLE = (
+    "read a column of text by its suffix, with dataset: hf or python -m lm.prepare; for chats"
+    " (dataset: jsonl), convert it, in Python: "
+)
 _SIGNATURES = (
-    _Signature(0, b"\x89PNG\r\n", "PNG image", _CONVERT),
-    _Signature(0, b"\xff\xd8\xff", "JPEG image", _CONVERT),
-    _Signature(0, b"GIF8", "GIF image", _CONVERT),
-    _Signature(0, b"%PDF-", "PDF", _CONVERT),
-    _Signature(0, b"PK\x03\x04", "ZIP archive, as .docx, .xlsx and .epub are", _CONVERT),
-    _Signature(0, b"{\\rtf", "RTF document", _CONVERT),
-    _Signature(0, b"%!PS-", "PostScript document", _CONVERT),
-    _Signature(0, b"\xd0\xcf\x11\xe0", "document of an old version of Word or Excel", _CONVERT),
+    _Signature(0, b"\x89PNG\r\n", "PNG image", _IMAGE),
+    _Signature(0, b"\xff\xd8\xff", "JPEG image", _IMAGE),
+    _Signature(0, b"GIF8", "GIF image", _IMAGE),
+    _Signature(0, b"%PDF-", "PDF", "convert it to text, pdftotext {} NEW"),
+    _Signature(
+        0,
+        b"PK\x03\x04",
+        "ZIP archive, as .docx, .xlsx and .epub are",
+        "convert it to text, e.g. with pandoc, or extract it, unzip {}",
+    ),
+    _Signature(0, b"{\\rtf", "RTF document", "convert it to text, e.g. with pandoc"),
+    _Signature(0, b"%!PS-", "PostScript document", "convert it to text, ps2ascii {} NEW"),
+    _Signature(
+        0,
+        b"\xd0\xcf\x11\xe0",
+        "document of an old version of Word or Excel",
+        "convert it to text, e.g. soffice --convert-to txt {}",
+    ),
     _Signature(257, b"ustar", "tar archive", "extract it, tar -xf {}"),
     _Signature(
         4, (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"), "bzip2 file", "decompress it, bunzip2 {}"
@@ -57,9 +89,14 @@ _SIGNATURES = (
     _Signature(0, b"\x04\x22\x4d\x18", "LZ4 file", "decompress it, lz4 -d {}"),
     _Signature(0, b"\x1f\x8b", "gzip file", "decompress it, gzip -dc {} > NEW"),
     _Signature(0, b"\x28\xb5\x2f\xfd", "Zstandard file", "decompress it, zstd -dc {} > NEW"),
-    _Signature(0, b"PAR1", "Parquet table", _TABLE),
-    _Signature(0, (b"ARROW1\0\0", b"\xff\xff\xff\xff"), "Arrow table", _TABLE),
-    _Signature(0, b"\x89HDF\r\n", "HDF5 file", _TABLE),
+    _Signature(0, b"PAR1", "Parquet table", f"{_TABLE}{to_json_lines('read_parquet(OLD)')}"),
+    _Signature(
+        0,
+        (b"ARROW1\0\0", b"\xff\xff\xff\xff"),
+        "Arrow table",
+        f"{_TABLE}datasets.load_dataset('arrow', data_files=OLD)['train'].to_json(NEW)",
+    ),
+    _Signature(0, b"\x89HDF\r\n", "HDF5 file", "tokenize its ids with python -m lm.prepare"),
     _Signature(0, b"SQLite format 3\0", "SQLite database", _EXPORT),
     _Signature(0, b"\x93NUMPY", "NumPy array", _EXPORT),
     _Signature(0, (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "pickle", _EXPORT),

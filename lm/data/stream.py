@@ -28,7 +28,7 @@ from lm.data.blocks import is_compressed
 from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, find_files, find_saved_dataset
-from lm.data.json_lines import get_text
+from lm.data.layouts import get_text
 from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
@@ -117,7 +117,8 @@ def _why_not_streamed(files: Sequence[Path]) -> str:
         n_suffixes = 2 if is_compressed(file) else 1
         found.add("".join(file.suffixes[-n_suffixes:]) or "a name without suffix")
     known = ", ".join(itertools.chain.from_iterable(STREAMED.values()))
-    return f"files must have one format of {known}; found {', '.join(sorted(found))}"
+    problem = f"files must have one format of {known}; found {', '.join(sorted(found))}"
+    return f"{problem}; choose one by a glob"
 
 
 def _files_fingerprint(files: Sequence[Path]) -> str:

@@ -124,8 +124,10 @@ def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> Con
     remedy = "; or ".join(remedies)
     suffixes = Counter(path.suffix for path in files if path not in others and path.suffix)
     if suffixes:
-        suffix, _ = suffixes.most_common(1)[0]
-        remedy = f"choose the text by a glob, e.g. '{root}/**/*{suffix}', or {remedy}"
+        globs = [f"'{root}/**/*{suffix}'" for suffix, _ in suffixes.most_common(3)]
+        remedy = f"choose the text by a glob, {' or '.join(globs)}, or {remedy}"
+    if len(suffixes) > 1:
+        remedy += "; or, for all of the text, move the other files away"
     return ConfigError(f"{problem}; {remedy}")
 
 

@@ -37,6 +37,7 @@ from lm.fileio import (
     sync_directory,
     write_durably,
 )
+from lm.units import format_count
 
 DRAFTS = ".drafts"
 """Directory of files that are being written."""
@@ -306,7 +307,7 @@ def install_dataset(directory: Path) -> None:
 def describe_split(path: Path, index: TokenIndex) -> str:
     """Return a line about a token file; `path` is its index."""
     tokens = f"{index.tokens:,} tokens ({index.dtype})"
-    return f"{path.with_suffix('.bin')}: {tokens} in {index.documents:,} documents"
+    return f"{path.with_suffix('.bin')}: {tokens} in {format_count(index.documents, 'document')}"
 
 
 def make_source_record(path: Path) -> SourceRecord:

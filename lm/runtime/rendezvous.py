@@ -19,6 +19,7 @@ from lm.launch.launch import Launch, is_thread_count_set
 from lm.launch.machine import cpu_affinity, cpu_quota
 from lm.runtime.failures import as_run_error, is_disconnection
 from lm.runtime.world import World
+from lm.units import format_count
 
 NCCL_MARGIN = timedelta(seconds=60)
 """by which collectives of NCCL may take longer: when they exceed their timeout, PyTorch ends the
@@ -44,10 +45,9 @@ def choose_device(launch: Launch) -> torch.device:
     if gpus == 1 and launch.launcher not in (None, "torchrun"):
         return torch.device("cuda", 0)  # srun and mpiexec can show each rank only its own GPU
     if launch.local_size > gpus:
-        raise ConfigError(
-            f"{launch.local_size} ranks on a node with {gpus} visible GPUs; start at most {gpus}"
-            " per node"
-        )
+        visible = format_count(gpus, "visible GPU")
+        problem = f"{launch.local_size} ranks on a node with {visible}"
+        raise ConfigError(f"{problem}; start at most {gpus} per node")
     return torch.device("cuda", launch.local_rank)
 
 

@@ -14,6 +14,7 @@ from lm.search.halving import Replay
 from lm.search.report import Table
 from lm.search.search import Search
 from lm.search.trials import Trial, TrialProcess
+from lm.units import format_count
 
 POLL_SECONDS = 0.2
 SAME_REFUSALS = 3
@@ -42,7 +43,8 @@ class Devices:
             self.n_places = max(1, len(self._gpus) // slots)
         if self._gpus and self.n_places * slots > len(self._gpus):
             needed = f"{self.n_places} x {slots} (trials at once, --parallel, x GPUs of each)"
-            problem = f"{needed} is more than the {len(self._gpus)} GPUs of this machine"
+            gpus = format_count(len(self._gpus), "GPU")
+            problem = f"{needed} is more than the {gpus} of this machine"
             raise ConfigError(f"resources.slots_per_trial: {problem}")
 
     def env(self, place: int) -> dict[str, str]:
