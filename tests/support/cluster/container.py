@@ -24,7 +24,7 @@ RECURSIVE, PRIVATE = 0x4000, 0x40000
 PR_SET_PDEATHSIG = 1
 """of prctl, as in linux/prctl.h"""
 
-PREPARE = "python3 -m determined.exec.prep_container"
+PREPARE = ("python3", "-m", "determined.exec.prep_container")
 HOOK = "set -ex; test -f startup-hook.sh && source startup-hook.sh; env -0 > /run/environment"
 
 
@@ -49,9 +49,9 @@ def enter_namespaces() -> None:
         raise OSError(ctypes.get_errno(), "mount")
 
 
-def run(command: str) -> None:
+def run(*command: str) -> None:
     """Run a command; exit with its code if it fails."""
-    code = subprocess.run(command.split()).returncode
+    code = subprocess.run(command).returncode
     if code:
         sys.exit(code)
 
@@ -59,19 +59,19 @@ def run(command: str) -> None:
 def run_entrypoint(storage: str) -> None:
     """Run the commands of Determined's container entrypoint, in order."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    run("mount -t proc proc /proc")
-    run("mount -t tmpfs tmpfs /run")
+    run("mount", "-t", "proc", "proc", "/proc")
+    run("mount", "-t", "tmpfs", "tmpfs", "/run")
     for folder in ("info", "train", "workdir"):
         Path("/run/determined", folder).mkdir(parents=True)
     Path(STORAGE).mkdir()
-    run(f"mount --bind {storage} {STORAGE}")
+    run("mount", "--bind", storage, STORAGE)
     os.chdir("/run/determined/workdir")
-    run(f"{PREPARE} --download_context_directory --resources --proxy")
+    run(*PREPARE, "--download_context_directory", "--resources", "--proxy")
     subprocess.run(["bash", "-c", HOOK], check=True)
     lines = Path("/run/environment").read_text().split("\0")
     os.environ.update(dict(line.split("=", 1) for line in lines if line))
-    run(f"{PREPARE} --rendezvous")
-    run("python3 -m determined.exec.launch")
+    run(*PREPARE, "--rendezvous")
+    run("python3", "-m", "determined.exec.launch")
 
 
 def main() -> int:

@@ -51,9 +51,8 @@ if torchrun takes longer than 3 seconds to end."""
 
 def unavailable_reason() -> str | None:
     """Return why no container can be started on this machine, or None."""
-    try_it = (
-        f"import {container.__name__} as c; c.enter_namespaces(); c.run('mount -t tmpfs x /run')"
-    )
+    mount = "c.run('mount', '-t', 'tmpfs', 'x', '/run')"
+    try_it = f"import {container.__name__} as c; c.enter_namespaces(); {mount}"
     done = subprocess.run(
         [sys.executable, "-c", try_it], cwd=REPOSITORY, capture_output=True, text=True
     )
