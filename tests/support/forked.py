@@ -4,7 +4,7 @@
 working directory, streams, signals and exit code. The program may be a module: one of `MODULES`,
 e.g. `lm.launch`. The Python programs that it starts are forked from it, too. What depends on how
 Python starts needs a new interpreter: the environment variables `READ_AT_START`, signals during
-imports, and other launchers. PYTHONUNBUFFERED has no effect in a forked process.
+imports, and other launchers. A forked process with PYTHONUNBUFFERED writes each line at once.
 
 This depends on CPython: `ForkedProcess` overrides the private methods `_execute_child`,
 `_internal_poll` and `_wait` of `subprocess.Popen` and reads their arguments by name (tested with
@@ -136,7 +136,8 @@ class Start:
                 stream.close()
         sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has closed it
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+            by_lines = sys.stdout.isatty() or "PYTHONUNBUFFERED" in self.env
+            sys.stdout.reconfigure(line_buffering=by_lines)
         if self.new_session:
             os.setsid()
         if self.preexec_fn is not None:
