@@ -144,7 +144,7 @@ def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> No
         ("init_from", str(tmp_path / "rums"), f"{tmp_path}/rums: .* did you mean {tmp_path}/runs"),
     ):
         config = CheckpointConfig.model_validate({key: where})
-        store = LocalCheckpoints(tmp_path)
+        store = LocalCheckpoints(tmp_path / "runs" / "new" / "checkpoints")
         with pytest.raises(ConfigError, match=f"^{key}: {part}"):
             plan_resume(config.resume, config.init_from, store, restarted=False)
 
