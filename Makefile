@@ -36,7 +36,7 @@ train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key
 test: $(DEV) ## Run the quick tests: a smoke test of every promise, 4 to 6 minutes. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(DEV) ## Run all tests, 30 to 40 minutes.
+test-all: $(DEV) ## Run all tests, 20 to 25 minutes.
 	@$(PYTEST) $(ARGS)
 
 test-cluster: $(DEV) ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
