@@ -272,8 +272,11 @@ def _document_mask(
         return (key <= query) & (key >= oldest_key[b, query])
 
     batch, length = document_start.shape
-    if use_flex and (not indices.is_cuda or can_compile(indices.device)):
-        create = compile_once(create_block_mask) if indices.is_cuda else create_block_mask
+    create = create_block_mask
+    if use_flex and indices.is_cuda:
+        use_flex = can_compile(indices.device)
+        create = compile_once(create_block_mask)
+    if use_flex:
         return create(mask_mod, batch, None, length, length, device=indices.device)
     b = torch.arange(batch, device=indices.device)[:, None, None, None]
     return mask_mod(b, b, indices[:, None], indices)

@@ -19,7 +19,7 @@ from typing import Any
 
 from lm.data.chat_template import REASONING_KEYS
 from lm.data.json_lines import load_json
-from lm.data.signatures import find_delimiter, write_commas
+from lm.data.signatures import advise_delimiter
 from lm.errors import ConfigError, error_prefix, limit_problems
 from lm.units import format_count
 
@@ -403,7 +403,6 @@ def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -
 def _advise_field(record: Mapping[str, Any], key: str, setting: str) -> str:
     """Return what to do with records without the field `key`."""
     keys = _find_exchange(record)
-    delimiter = find_delimiter("".join(record))
     nested = _find_records(record, lambda each: key in each)
     if keys and keys[0] in _CHATS:
         return "train on chats with dataset: jsonl"
@@ -412,9 +411,7 @@ def _advise_field(record: Mapping[str, Any], key: str, setting: str) -> str:
         return f"{together}, or on one of them alone with {setting}"
     if nested is not None:
         return _write_records(nested)
-    if len(record) == 1 and delimiter is not None:
-        return f"{delimiter!r} seems to separate columns: {write_commas(delimiter)}"
-    return f"set {setting} to one of them"
+    return advise_delimiter(record) or f"set {setting} to one of them"
 
 
 def _find_exchange(values: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,10 +36,13 @@ def find_delimiter(header: str) -> str | None:
     return delimiters[0]
 
 
-def write_commas(delimiter: str) -> str:
-    """Return how to write a table with another delimiter as CSV."""
+def advise_delimiter(columns: Collection[str]) -> str | None:
+    """Return how to write a table as CSV if its only column seems to be several; else None."""
+    delimiter = find_delimiter("".join(columns))
+    if len(columns) != 1 or delimiter is None:
+        return None
     code = f"pandas.read_csv(OLD, sep={delimiter!r}).to_csv(NEW, index=False)"
-    return f"write commas, in Python: {code}"
+    return f"{delimiter!r} seems to separate columns: write commas, in Python: {code}"
 
 
 class _Signature(NamedTuple):

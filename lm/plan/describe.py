@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,24 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
 
 def _read_start(init_from: str) -> Mapping[str, Any]:
     """Return the hyperparameters of the model `init_from`; if it is not here, say what suffices."""
+    if Path(init_from).exists():
+        return adapters.model_defaults(init_from, needs_weights=False)
     try:
-        if Path(init_from).exists() or weights.is_model(init_from):
+        if weights.is_model(init_from):  # perhaps in the Hub's cache
             return adapters.model_defaults(init_from, needs_weights=False)
-        raise ConfigError(f"init_from: {init_from} does not exist")
+        problems: Sequence[str] = [f"init_from: {init_from} does not exist"]
     except ConfigError as error:
-        if Path(init_from).exists():
-            raise
-        name = init_from.partition("@")[0].rpartition("/")[2].lower().removesuffix("-instruct")
-        remedy = "set model to the preset with its shape"
-        if name in PRESETS:
-            remedy = f"add model={name}, a preset of its shape"
-        advice = f"for a plan {remedy}, or use a directory with its config.json"
-        raise ConfigError(*error.problems, f"init_from: {advice}") from None
+        problems = error.problems
+    advice = f"for a plan {_advise_preset(init_from)}, or use a directory with its config.json"
+    raise ConfigError(*problems, f"init_from: {advice}")
+
+
+def _advise_preset(init_from: str) -> str:
+    """Return how to plan the model `init_from` without its files."""
+    name = init_from.partition("@")[0].rpartition("/")[2].lower().removesuffix("-instruct")
+    if name in PRESETS:
+        return f"add model={name}, a preset of its shape"
+    return "set model to the preset with its shape"
 
 
 def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:

@@ -242,13 +242,14 @@ class Experiment:
         self.overridden: dict[str, str] = {}
         for override in self.overrides:
             key, _, value = override.partition("=")
-            if key.strip() in SearcherConfig.model_fields.keys() - FIELDS.keys():
-                problem = f"no hyperparameter; did you mean searcher.{key.strip()}?"
-                self._problems.append(f"argument {key.strip()}: {problem}")
-            self.overridden[key.strip()] = value
+            key = key.strip()
+            if key in SearcherConfig.model_fields.keys() - FIELDS.keys():
+                problem = f"no hyperparameter; did you mean searcher.{key}?"
+                self._problems.append(f"argument {key}: {problem}")
+            self.overridden[key] = value
             if _is_range(_parse(value)):
                 problem = f"a range is set in {path}, not on the command line"
-                self._problems.append(f"argument {key.strip()}: {problem}; use one value")
+                self._problems.append(f"argument {key}: {problem}; use one value")
         self.space: Space = {}
         for key, value in section.items():
             if key not in self.overridden:
