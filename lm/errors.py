@@ -145,6 +145,7 @@ def open_standard_streams(*, lossy_stdout: bool = False) -> None:
             file = io.BufferedWriter(file_type(stream.fileno(), "w", closefd=False))
             text = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, text)
+            setattr(sys, f"__{name}__", text)  # a second call can make it lossy
 
 
 class _LossyFile(io.FileIO):

@@ -182,7 +182,7 @@ def test_ctrl_c_under_make_saves_and_prints_no_error(status: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), ("-m", "lm.launch", "--nproc", "1")], ids=["", "launch"])
+@pytest.mark.parametrize("launcher", [(), ("-m", "lm.launch", "--nproc", "2")], ids=["", "launch"])
 def test_closed_terminal_saves(launcher: tuple[str, ...], tmp_path: Path) -> None:
     reading, terminal = os.openpty()
     (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
@@ -190,7 +190,6 @@ def test_closed_terminal_saves(launcher: tuple[str, ...], tmp_path: Path) -> Non
     process = start_python(
         [*command, "checkpoint_rate=1000", "max_steps=100000"],
         os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        fork=not launcher,
         cwd=tmp_path,
         stdin=terminal,
         stdout=terminal,

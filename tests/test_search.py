@@ -538,6 +538,16 @@ def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
 
 
 @pytest.mark.slow
+def test_search_whose_output_is_not_read_goes_on() -> None:
+    write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01})
+    with Path("/dev/full").open("wb") as full:
+        search = start_python(["-m", "lm.search", "tiny.yaml"], os.environ, stdout=full)
+        assert search.wait(PATIENCE) == 0
+    assert losses_by_trial("tiny")["trial-1"].keys() >= {8}
+    assert Path("runs/tiny/report.md").exists()
+
+
+@pytest.mark.slow
 def test_search_restarts_a_trial_that_was_killed() -> None:
     write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01, "max_steps": 300})
     search = start(Path.cwd())
