@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from lm.data.cache import cached, describe_files
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import name_files
-from lm.data.layouts import ReadingNotes
+from lm.data.layouts.notes import ReadingNotes
 from lm.data.records import RecordOptions, TokenizedPiece, TokenizedSample, tokenize_files
 from lm.data.rendering import describe_template, find_template_text
 from lm.data.tokenizer import Tokenizer, describe_tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
-from lm.data.layouts import ReadingNotes
+from lm.data.layouts.notes import ReadingNotes
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
 from lm.data.rendering import RecordRenderer, RenderedRecord

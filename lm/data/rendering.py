@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
 from lm.data.json_lines import Record, load_json
-from lm.data.layouts import LayoutReader, ReadingNotes, get_text
+from lm.data.layouts.notes import ReadingNotes
+from lm.data.layouts.pairs import PairReader
+from lm.data.layouts.reader import LayoutReader
+from lm.data.layouts.text import get_text
 from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
@@ -89,7 +92,7 @@ class RecordRenderer:
                 converted, "record with prompt and completion", "completion to response"
             )
             return [self._render_converted(converted)]
-        replies = self.layouts.read_pair(record)
+        replies = PairReader(self.layouts).read(record)
         self._note_texts(replies[0], "pair", "prompt to question")
         chosen, rejected = map(self._render_converted, replies)
         if chosen.text == rejected.text:
