@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import format_spread
-from lm.data.tokenizer import TOKENIZER_JSON, train_tokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import train_tokenizer
 
 LIBRARY = """
 import json, resource, sys, time

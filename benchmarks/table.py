@@ -98,7 +98,7 @@ def _write_chats(folder: Path) -> Path:
     """Write a small Llama, and prompts with completions of 40 to 320 tokens. Return a config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lm.data.tokenizer import train_tokenizer
+    from lm.data.tokenizer.loading import train_tokenizer
 
     model = folder / "model"
     shape = LlamaConfig(

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, command, error_prefix, escape_control
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import is_thread_count_set

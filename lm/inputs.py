@@ -14,7 +14,7 @@ import determined as det
 from lm.config.hyperparameters import DEFAULT_SEED, Hyperparameters
 from lm.data.dataset import validation_metric_names
 from lm.data.run_data import Data
-from lm.data.tokenizer import CHAT_TEMPLATE
+from lm.data.tokenizer.files import CHAT_TEMPLATE
 from lm.determined.search import Searcher
 from lm.errors import ConfigError
 from lm.fileio import REPOSITORY

@@ -42,14 +42,9 @@ from lm.data.token_file import (
     TokenFileWriter,
     read_index,
 )
-from lm.data.tokenizer import (
-    END_OF_TEXT,
-    TOKENIZER_JSON,
-    FileTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
 from lm.errors import ConfigError, RunError, command
 from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 
 from lm import sampling
 from lm.checkpoint.manifest import MANIFEST
-from lm.data.tokenizer import TOKENIZER_JSON
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import RunError
 from lm.hf.base import load_model
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint

@@ -136,7 +136,7 @@ def tokenize(*names: str) -> int:
     from lm.data.cache import describe_files
     from lm.data.jsonl import JsonlDataset
     from lm.data.text import read_text
-    from lm.data.tokenizer import ByteTokenizer
+    from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 
     def run() -> int:
         for name in names:

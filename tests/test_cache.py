@@ -18,7 +18,7 @@ import torch
 from lm.data.cache import KEPT_DAYS, cache_directory, cached, describe_files
 from lm.data.jsonl import JsonlDataset
 from lm.data.text import hash_tokens, read_text
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.data.windows import check_token_files, cut_file
 from lm.errors import ConfigError
 from tests.support import PATIENCE, REPOSITORY
@@ -87,7 +87,7 @@ import resource, sys
 from pathlib import Path
 from lm.data.jsonl import JsonlDataset
 from lm.data.text import read_text
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))

@@ -19,7 +19,7 @@ from lm.checkpoint.contents import load_weights
 from lm.checkpoint.layout import MAX_ENTRY_BYTES, most_bytes
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, record
 from lm.checkpoint.tensor_files import write_tensors
-from lm.data.tokenizer import TOKENIZER_JSON
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.fileio import MAX_SLICES
 from lm.shards import Rows

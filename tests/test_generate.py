@@ -20,7 +20,8 @@ import torch
 from lm import generate
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import read_manifest, write_manifest
-from lm.data.tokenizer import TOKENIZER_JSON, FileTokenizer
+from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.hf.base import load_model
 from lm.hf.export import export_model
@@ -438,7 +439,7 @@ def test_chat_ctrl_c_ends_the_answer(chat_run: Path, tmp_path: Path) -> None:
     )
     endless = (
         "from lm import generate\n"
-        "from lm.data.tokenizer import FileTokenizer\n"
+        "from lm.data.tokenizer.file_tokenizer import FileTokenizer\n"
         "FileTokenizer.chat_stop_ids = frozenset()"
     )
     script = f"import sys; {endless}; sys.exit(generate.main())"

@@ -30,7 +30,7 @@ from lm import generate, sampling
 from lm.checkpoint import tensor_files
 from lm.data.hub import find_directory
 from lm.data.run_data import open_data
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.data.windows import check_token_files
 from lm.errors import ConfigError, RunError
 from lm.hf import __main__ as hf_main

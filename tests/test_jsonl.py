@@ -24,7 +24,10 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader
 from lm.data.probe import TemplateProbe
 from lm.data.run_data import DataConfig, open_data
-from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, load_tokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer

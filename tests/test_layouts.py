@@ -11,7 +11,9 @@ import pytest
 from lm.data.json_lines import Record
 from lm.data.jsonl import JsonlDataset
 from lm.data.rendering import RecordRenderer
-from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from tests.support.jq import make_lines
 from tests.support.tokenizer_files import llama_tokenizer

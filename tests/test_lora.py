@@ -25,7 +25,7 @@ from lm.checkpoint.headers import read_headers
 from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
 from lm.config.hyperparameters import Hyperparameters
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
 from lm.hf import __main__ as hf_main

@@ -18,7 +18,7 @@ import pytest
 
 from lm.data.jsonl import JsonlDataset
 from lm.data.parallel import map_in_order
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError, RunError
 from tests.support import REPOSITORY
 

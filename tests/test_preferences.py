@@ -18,7 +18,9 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader, PairBatch
 from lm.data.rendering import RecordRenderer
 from lm.data.run_data import Data, DataConfig, open_data
-from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 from tests.support.jq import make_lines

@@ -34,7 +34,9 @@ from lm.data.readers import is_held_out, read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, first_tokens, open_documents
 from lm.data.token_file import read_index
-from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, load_tokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.tasks.questions import read_tasks
 from tests.support import PATIENCE, REPOSITORY

@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 from lm import sampling, strict_yaml
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch, PairBatch
-from lm.data.tokenizer import TOKENIZER_JSON
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.hf.base import load_model
 from lm.model_config import FORMER_KEYS

@@ -16,7 +16,7 @@ from determined.common import context
 
 from docs.hyperparameters import editor_schema, markdown_page
 from lm.config.reading import load_hyperparameters, read_hyperparameters
-from lm.data.tokenizer import TOKENIZER_JSON
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from tests.support import REPOSITORY
 from tests.support.runs import read_reports, run_fsdp
 from tests.support.tokenizer_files import CHAT_TEMPLATE, llama_tokenizer

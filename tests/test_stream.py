@@ -33,7 +33,7 @@ from lm.data.stream import (
     open_documents,
     resume_streams,
 )
-from lm.data.tokenizer import ByteTokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.windows import WindowDataset
 from lm.errors import ConfigError, RunError
 from tests.support.hyperparameters import TINY, named_keys

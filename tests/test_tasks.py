@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from lm import evaluate as command
-from lm.data.tokenizer import ByteTokenizer, load_tokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import MAX_LINE, ConfigError
 from lm.hf.base import open_model
 from lm.runtime.world import World

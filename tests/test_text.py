@@ -35,7 +35,10 @@ from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.text import read_text
 from lm.data.token_file import read_index
-from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, end_text
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import end_text
 from lm.errors import ConfigError
 from lm.tasks.questions import read_tasks
 from lm.training import parallelize

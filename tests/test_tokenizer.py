@@ -20,15 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.chat_template import ChatTemplate
-from lm.data.tokenizer import (
-    TOKENIZER_FILES,
-    TOKENIZER_JSON,
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-    end_text,
-    load_tokenizer,
-)
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_FILES, TOKENIZER_JSON
+from lm.data.tokenizer.loading import Tokenizer, end_text, load_tokenizer
 from lm.errors import ConfigError
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import named_keys
@@ -745,7 +740,7 @@ def test_tokenizer_of_adapters_stops_where_their_base_does(name: str, tmp_path: 
 def test_long_texts_are_encoded_in_pieces_as_in_one(content: bytes, words: list[str]) -> None:
     text = " ".join(words * 3)
     with pytest.MonkeyPatch.context() as context:
-        context.setattr("lm.data.tokenizer._PIECE_SIZE", 10)
+        context.setattr("lm.data.tokenizer.file_tokenizer._PIECE_SIZE", 10)
         (ids,) = from_files(content).encode_batch([text])
     assert ids.tolist() == from_files(content).encode_batch([text])[0].tolist()
 
@@ -753,7 +748,7 @@ def test_long_texts_are_encoded_in_pieces_as_in_one(content: bytes, words: list[
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer.loading import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 tokenizer.encode_batch(["to be"])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

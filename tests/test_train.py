@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from lm.config.reading import load_hyperparameters
-from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.fileio import read_records
 from lm.metrics.records import Sample
 from lm.report import RunRecords

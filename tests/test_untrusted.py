@@ -26,7 +26,8 @@ from lm.checkpoint.__main__ import list_run
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import DRAFT, MANIFEST, read_manifest, record
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
-from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.base import load_model

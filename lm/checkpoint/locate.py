@@ -8,7 +8,7 @@ from lm.checkpoint.location import DirectoryLocation, PlainLocation, parse_locat
 from lm.checkpoint.manifest import MANIFEST, TENSOR_FILE
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
-from lm.data.tokenizer import MODEL_CONFIG, TOKENIZER_JSON
+from lm.data.tokenizer.files import MODEL_CONFIG, TOKENIZER_JSON
 from lm.errors import ConfigError, oserror_as_config_error
 
 

@@ -33,7 +33,7 @@ import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.data.dataset import StreamState
-from lm.data.tokenizer import TOKENIZER_FILES
+from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
 from lm.fileio import (
     MAX_JSON_BYTES,

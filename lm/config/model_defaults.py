@@ -58,7 +58,7 @@ def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
         label = draft.labels.get("tokenizer", f"init_from: {source}: tokenizer")
         draft.set("tokenizer", its_tokenizer, label)
     elif isinstance(tokenizer, str) and its_tokenizer is not None:
-        from lm.data.tokenizer import load_tokenizer
+        from lm.data.tokenizer.loading import load_tokenizer
 
         try:
             differs = load_tokenizer(tokenizer).identity != load_tokenizer(its_tokenizer).identity

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
+from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import error_prefix
 
 CHUNK_SIZE = 1 << 17

@@ -28,7 +28,7 @@ from lm.data.files import name_files
 from lm.data.layouts.notes import ReadingNotes
 from lm.data.records import RecordOptions, TokenizedPiece, TokenizedSample, tokenize_files
 from lm.data.rendering import describe_template, find_template_text
-from lm.data.tokenizer import Tokenizer, describe_tokenizer
+from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
 from lm.units import format_count

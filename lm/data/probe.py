@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError
 
 _SELECTING = frozenset({"role", "type", "index"})

@@ -18,7 +18,7 @@ from lm.data.layouts.notes import ReadingNotes
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
 from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
+from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
 from lm.launch.launch import is_rank0
 

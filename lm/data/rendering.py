@@ -21,7 +21,7 @@ from lm.data.layouts.pairs import PairReader
 from lm.data.layouts.reader import LayoutReader
 from lm.data.layouts.text import get_text
 from lm.data.probe import TemplateProbe
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError
 
 _OTHER_ROLES = frozenset({"system", "developer", "user", "tool"})

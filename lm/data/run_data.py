@@ -19,7 +19,8 @@ from lm.data.sampler import SampledSource
 from lm.data.stream import StreamedSource
 from lm.data.text import hash_tokens, read_text
 from lm.data.token_file import TRAIN, VALIDATION, TokenFile, read_index
-from lm.data.tokenizer import ByteCheck, ByteTokenizer, Tokenizer, load_tokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.loading import ByteCheck, Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.model_config import IGNORE_INDEX

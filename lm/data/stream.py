@@ -29,7 +29,7 @@ from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, find_files, find_saved_dataset
 from lm.data.layouts.text import get_text
-from lm.data.tokenizer import ByteCheck, Tokenizer, end_text
+from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
 from lm.errors import ConfigError, error_prefix, error_text, oserror_as_config_error

@@ -19,7 +19,7 @@ from lm.data.files import name_files
 from lm.data.progress import bar_of_files
 from lm.data.signatures import NotTextError
 from lm.data.token_file import TRAIN, TokenFile, TokenFileWriter
-from lm.data.tokenizer import Tokenizer, describe_tokenizer
+from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError, raise_together
 from lm.launch.launch import is_rank0
 from lm.launch.machine import usable_cores

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, ValidationError
 from lm.data.cache import file_state, remembered
 from lm.data.encoder import TokenChunk
 from lm.data.signatures import check_pointer
-from lm.data.tokenizer import TOKENIZER_FILES
+from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
 from lm.fileio import (
     MAX_INDEX_BYTES,

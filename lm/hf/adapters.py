@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from lm.checkpoint.headers import TensorSlice, full_shape, read_headers
 from lm.checkpoint.tensor_files import Source, read_into
-from lm.data import tokenizer
+from lm.data.tokenizer.files import ADAPTER_CONFIG, TOKENIZER_JSON
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import families, weights
 from lm.hf.files import READ_DTYPES, follow_links, read_object
@@ -31,7 +31,6 @@ from lm.training.config import UNSUPPORTED, LoraConfig, linear_layers
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import NETWORK, AnyModel, name_linear_layers, new_model
 
-ADAPTER_CONFIG = tokenizer.ADAPTER_CONFIG
 ADAPTER_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
@@ -261,7 +260,7 @@ def model_defaults(init_from: str, *, needs_weights: bool = True) -> dict[str, A
         return weights.model_defaults(init_from, needs_weights=needs_weights)
     values = weights.model_defaults(base_of(init_from))
     values |= open_adapters(Path(init_from)).config.model_dump(mode="json")
-    if Path(init_from, tokenizer.TOKENIZER_JSON).is_file():
+    if Path(init_from, TOKENIZER_JSON).is_file():
         values["tokenizer"] = init_from
     return values
 

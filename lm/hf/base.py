@@ -28,7 +28,8 @@ from lm.checkpoint.manifest import (
     record,
 )
 from lm.data.hub import find_directory
-from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_saved_tokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.adapters import (

@@ -31,18 +31,17 @@ from lm.checkpoint.tensor_files import (
     torch_dtype,
     write_tensors,
 )
-from lm.data.tokenizer import (
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.file_tokenizer import END_OF_TEXT
+from lm.data.tokenizer.files import (
     CHAT_TEMPLATE,
-    END_OF_TEXT,
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     TOKENIZER_JSON,
-    ByteTokenizer,
-    Tokenizer,
     as_list,
-    load_saved_tokenizer,
     read_tokenizer_files,
 )
+from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import config_json, families, weights
 from lm.hf.base import load_merged_model, open_base, read_adapters

@@ -23,9 +23,10 @@ from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.tensor_files import Source, read_into
-from lm.data import tokenizer
 from lm.data.hub import download_from_hub
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.files import SOURCE_FILES, TOKENIZER_JSON
+from lm.data.tokenizer.loading import Tokenizer, load_tokenizer
 from lm.errors import (
     ConfigError,
     RunError,
@@ -66,7 +67,7 @@ from lm.transformers_model import (
 from lm.units import format_bytes
 from model import ModelConfig
 
-_STRUCTURE_FILES = (CONFIG_FILE, *tokenizer.SOURCE_FILES)
+_STRUCTURE_FILES = (CONFIG_FILE, *SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save: causal masks and rotary frequencies."""
@@ -270,9 +271,9 @@ def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]
         except RunError:
             return {}  # who loads it says why; a run that resumes does not need it
         its_tokenizer = None
-        if tokenizer.TOKENIZER_JSON in manifest.files:
+        if TOKENIZER_JSON in manifest.files:
             its_tokenizer = str(directory)
-        elif manifest.tokenizer == tokenizer.ByteTokenizer.identity:
+        elif manifest.tokenizer == ByteTokenizer.identity:
             its_tokenizer = "bytes"
     else:
         return {}
@@ -290,9 +291,9 @@ def load_model_tokenizer(directory: Path, config: AnyModelConfig) -> Tokenizer |
     Raises:
         ConfigError: its end of text is a token that the model does not have.
     """
-    if not (directory / tokenizer.TOKENIZER_JSON).is_file():
+    if not (directory / TOKENIZER_JSON).is_file():
         return None
-    found = tokenizer.load_tokenizer(str(directory))
+    found = load_tokenizer(str(directory))
     found.limit_ids(config.vocab_size)
     return found
 

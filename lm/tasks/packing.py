@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lm.data.probe import TemplateProbe
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, error_prefix
 from lm.model_config import ModelConfig
 from lm.tasks.task import Context, Norm, Question, Task

@@ -30,7 +30,8 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.store import LocalCheckpoints
 from lm.checkpoint.tensor_files import State, write_tensors
-from lm.data.tokenizer import TOKENIZER_JSON, FileTokenizer
+from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
 from lm.shards import Rows

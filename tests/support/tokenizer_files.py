@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lm.data.tokenizer import train_tokenizer
+from lm.data.tokenizer.loading import train_tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -1,0 +1,5 @@
+"""Tokenizers: UTF-8 bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library.
+
+A tokenizer is defined by its `files` alone. Every checkpoint holds a copy of them, so that it can
+generate text anywhere. `loading` makes a `ByteTokenizer` or a `FileTokenizer` of them.
+"""

@@ -1,0 +1,454 @@
+"""A tokenizer by its files."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm.data.chat_template import ChatTemplate, MissingPackageError, RenderedChat
+from lm.data.tokenizer import special_tokens
+from lm.data.tokenizer.byte_tokenizer import TokenizedText, enlarge
+from lm.data.tokenizer.files import (
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    MORE_TEMPLATES,
+    OLD_TEMPLATE,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    as_list,
+    parse_tokenizer_json,
+)
+from lm.data.tokenizer.library import Library
+from lm.data.tokenizer.text_bytes import TextBytes
+from lm.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+_EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
+_DEFAULT = "default"
+_TOOL_USE = "tool_use"
+_SPLIT_SPECIAL = "split_special_tokens"
+_PIECE_SIZE = 2**17
+"""Characters of a longer text that are encoded at a time; the library takes 200 bytes for each."""
+_SEAM = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+"""before the space between two words, where most tokenizers split a text"""
+_SEAM_CONTEXT = 500
+_SEAMS_TRIED = 5
+_MARKED_REPLY = "x7q"
+"""content that no chat template writes itself"""
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+        files: contents of `tokenizer.json` and of the optional `SOURCE_FILES`, by name.
+        name: name of the tokenizer in errors.
+        chat_template: replaces that of the files.
+    """
+
+    def __init__(
+        self, files: Mapping[str, bytes], name: str, chat_template: ChatTemplate | None = None
+    ) -> None:
+        self._name = name
+        self.files = dict(files)
+        """of `TOKENIZER_FILES`"""
+        self._library = Library(files[TOKENIZER_JSON], name)
+        self._move_templates()
+        if chat_template is not None:
+            self.files[CHAT_TEMPLATE] = chat_template.text.encode()
+        self._set_template = chat_template
+        self._config = special_tokens.merge_files(
+            self._read_object(TOKENIZER_CONFIG),
+            self._read_object(SPECIAL_TOKENS_MAP),
+            self._read_object(ADDED_TOKENS),
+            self._library.encoder,
+        )
+        digest = hashlib.sha256(files[TOKENIZER_JSON])
+        with self._library.errors():
+            missing = special_tokens.find_missing(self._config, self._library.encoder)
+            if missing:
+                self._library.add_tokens(missing)
+                digest.update(json.dumps([each.__getstate__() for each in missing]).encode())
+            conflict = special_tokens.describe_conflict(self._config, self._library.encoder)
+        if conflict is not None:
+            raise self._library.error(
+                f"{TOKENIZER_CONFIG}: {conflict}; correct added_tokens_decoder"
+            )
+        dropout = getattr(self._library.encoder.model, "dropout", None)
+        if dropout:
+            problem = f"model.dropout is {dropout:g}, with which the tokens of a text are random"
+            raise self._library.error(f"{TOKENIZER_JSON}: {problem}; set it to null")
+        if self._config.get(_SPLIT_SPECIAL):
+            problem = f"{_SPLIT_SPECIAL} is true, with which special tokens in texts are text"
+            raise self._library.error(f"{TOKENIZER_CONFIG}: {problem}; set it to false")
+        self._generation = self._read_object(GENERATION_CONFIG)
+        self.template_kwargs: Mapping[str, Any] = {}
+        """variables of the chat template; `date_string` replaces today's date"""
+        self.date: datetime.date | None = None
+        """the day that the chat template reads as today's; None = today"""
+        vocabulary = self._library.encoder.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=0) + 1
+        self.identity = f"{self.vocab_size} tokens, sha256 {digest.hexdigest()}"
+        self._named_tokens = special_tokens.find_named(self._config)
+        self.eos_id: int = self._find_eos_id(vocabulary)
+        self.bos_id: int | None = vocabulary.get(self._named_tokens.get("bos_token", ""))
+        self.n_model_ids = self.vocab_size
+        """ids that texts may have"""
+
+    def _read_object(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file, {} if there is none."""
+        content = parse_tokenizer_json(self.files.get(name, b"{}"), f"{self._name}: {name}")
+        if not isinstance(content, dict):
+            raise self._library.error(f"{name}: is not a JSON object")
+        return content
+
+    def _find_eos_id(self, vocabulary: Mapping[str, int]) -> int:
+        for token in (self._named_tokens.get("eos_token", END_OF_TEXT), *_EOS_TOKENS):
+            if token in vocabulary:
+                return vocabulary[token]
+        advice = f"set eos_token in a {TOKENIZER_CONFIG} in the same directory"
+        raise self._library.error(f"it has no end-of-text token; {advice}")
+
+    def _move_templates(self) -> None:
+        """Move the chat templates of other files to two that checkpoints have.
+
+        Transformers reads several by name from tokenizer_config.json, too.
+        """
+        more = [name for name in self.files if name.startswith(MORE_TEMPLATES)]
+        old = self._read_object(OLD_TEMPLATE).get("chat_template")
+        self.files.pop(OLD_TEMPLATE, None)
+        config = self._read_object(TOKENIZER_CONFIG)
+        if more:
+            if CHAT_TEMPLATE in self.files:
+                more = [CHAT_TEMPLATE, *more]
+            config["chat_template"] = [
+                {
+                    "name": _DEFAULT if name == CHAT_TEMPLATE else Path(name).stem,
+                    "template": self._decode_template(name, self.files.pop(name)),
+                }
+                for name in more
+            ]
+            self.files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
+        elif isinstance(old, str) and not config.get("chat_template"):
+            self.files.setdefault(CHAT_TEMPLATE, old.encode(errors="surrogatepass"))
+
+    def limit_ids(self, n_ids: int) -> None:
+        """Refuse texts with ids that a model of `n_ids` does not have.
+
+        Tokenizers may have more: Gemma 3's has an image's token, for which the text models have no
+        embedding.
+
+        Raises:
+            ConfigError: end of text is such an id.
+        """
+        self.n_model_ids = n_ids
+        if self.eos_id >= n_ids:
+            problem = f"{self._describe_id(self.eos_id)}, and ends texts"
+            advice = "set eos_token in its tokenizer_config.json to another token"
+            raise self._library.error(f"{problem}; {advice}, or {enlarge(self.eos_id + 1)}")
+        if self.bos_id is not None and self.bos_id >= n_ids:
+            self.bos_id = None  # no text of this model starts with it
+
+    def _describe_id(self, token: int) -> str:
+        text = json.dumps(self._library.encoder.id_to_token(token), ensure_ascii=False)
+        return f"{text} is id {token}, which the model, with {self.n_model_ids} ids, does not have"
+
+    def _check_ids(self, ids: Sequence[int] | NDArray[np.uint32]) -> None:
+        """Raise ConfigError for ids that the model does not have."""
+        if self.vocab_size <= self.n_model_ids:
+            return
+        highest = int(max(ids, default=0))
+        if highest >= self.n_model_ids:
+            problem = self._describe_id(highest)
+            raise self._library.error(
+                f"{problem}; remove it from the text, or {enlarge(highest + 1)}"
+            )
+
+    @functools.cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a generated text: end of text, and those of generation_config.json."""
+        generation_eos = as_list(self._generation.get("eos_token_id"))
+        if not all(type(each) is int for each in generation_eos):
+            shown = json.dumps(self._generation["eos_token_id"])[:60]
+            problem = f"{GENERATION_CONFIG}: eos_token_id is {shown}"
+            raise self._library.error(f"{problem}, not an integer or a list of integers")
+        return frozenset([self.eos_id, *generation_eos])
+
+    @functools.cached_property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """Ids that end a reply: `stop_ids`, and the chat template's end of turn."""
+        try:
+            return self.stop_ids | self._end_of_turn_ids()
+        except MissingPackageError:
+            raise
+        except ConfigError:  # a template that rejects such a chat
+            return self.stop_ids
+
+    def _end_of_turn_ids(self) -> set[int]:
+        """Return the first special token that the chat template writes after a reply, if any."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKED_REPLY}]
+        rendered = self.render(chat)
+        _, _, after_reply = rendered.text.rpartition(_MARKED_REPLY)
+        for token in self._library.encode(after_reply):
+            if token in self._special_tokens:
+                return {token}
+        return set()
+
+    @functools.cached_property
+    def _special_tokens(self) -> Mapping[int, str]:
+        """Tokens that are no text, by id: those declared special, and the end of text."""
+        added_tokens = self._library.encoder.get_added_tokens_decoder()
+        special = {i: token.content for i, token in added_tokens.items() if token.special}
+        return special | {self.eos_id: self._library.encoder.id_to_token(self.eos_id)}
+
+    @functools.cached_property
+    def _bytes(self) -> TextBytes:
+        return TextBytes(self._library, self.vocab_size, self._special_tokens, self.eos_id)
+
+    @property
+    def text_bytes(self) -> NDArray[np.int64]:
+        """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
+        return self._bytes.after_text
+
+    def count_bytes(self, inputs: NDArray[Any], targets: NDArray[Any]) -> int:
+        """Return the bytes of UTF-8 of `targets`, each the token after its input."""
+        return self._bytes.count(inputs, targets)
+
+    def tells_bytes(self, text: str, ids: NDArray[Any], *, is_start: bool = True) -> bool:
+        """Return whether `count_bytes` of the ids of `text` are its own bytes.
+
+        Args:
+            is_start: False = of a piece that is not the first of its text.
+        """
+        return self._bytes.tells(text, ids, is_start=is_start)
+
+    def _find_text(self, encoding: Any) -> slice:
+        """Return which ids of an encoding are a text's, with the start of text once.
+
+        The tokenizer writes a start before any text, also one that starts with it, as rendered
+        chats do, and some append an end of text.
+        """
+        ids: list[int] = encoding.ids
+        is_written: list[int] = encoding.special_tokens_mask  # by the tokenizer, not in the text
+        n_start = sum(itertools.takewhile(bool, is_written))
+        start = 0
+        if ids[n_start : 2 * n_start] == ids[:n_start]:
+            start = n_start
+        stop = len(ids)
+        if is_written[-1:] == [1] and ids[-1] == self.eos_id:
+            stop -= 1
+        return slice(start, stop)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, with the tokenizer's own start of text, once.
+
+        End of text is among them only where the text has it.
+        """
+        (ids,) = self.encode_batch([text])
+        return ids.tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Return the ids of each text as `encode` does.
+
+        The library uses all cores unless TOKENIZERS_PARALLELISM is false.
+        """
+        split = [list(self.split([text])) for text in texts]
+        with self._library.errors():
+            encodings = self._library.encoder.encode_batch_fast([first for first, *_ in split])
+        results: list[NDArray[np.uint32]] = []
+        for encoding, (_, *others) in zip(encodings, split, strict=True):
+            first = np.array(encoding.ids[self._find_text(encoding)], np.uint32)
+            self._check_ids(first)
+            results.append(np.concatenate([first, *map(self.encode_piece, others)]))
+        return results
+
+    def encode_piece(self, text: str) -> NDArray[np.uint32]:
+        """Return the ids of a piece that is not the first of its text."""
+        ids = np.array(self._library.encode(text), np.uint32)
+        self._check_ids(ids)
+        return ids
+
+    def split(self, blocks: Iterable[str]) -> Iterator[str]:
+        """Yield the pieces of a text in blocks that can be encoded one by one.
+
+        They are cut where this tokenizer encodes the words before and after apart as it does
+        together; a text without such places is one piece.
+        """
+        remaining = iter(blocks)
+        text = ""
+        for block in remaining:
+            text += block
+            start = 0
+            while len(text) - start > 2 * _PIECE_SIZE + _SEAM_CONTEXT:
+                seam = self._find_seam(text, start + _PIECE_SIZE)
+                if seam is None:
+                    yield "".join([text[start:], *remaining])
+                    return
+                yield text[start:seam]
+                start = seam
+            text = text[start:]
+        if len(text) > 2 * _PIECE_SIZE:
+            seam = self._find_seam(text, _PIECE_SIZE) or 0
+            if seam > 0:
+                yield text[:seam]
+            text = text[seam:]
+        yield text
+
+    def _find_seam(self, text: str, first: int) -> int | None:
+        found = _SEAM.finditer(text, first, first + _PIECE_SIZE)
+        for match in itertools.islice(found, _SEAMS_TRIED):
+            seam = match.start()
+            before = text[seam - _SEAM_CONTEXT : seam]
+            after = text[seam : seam + _SEAM_CONTEXT]
+            if self._library.encode(before + after) == self._library.encode(
+                before
+            ) + self._library.encode(after):
+                return seam
+        return None
+
+    def encode_with_ends(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[TokenizedText]:
+        """Return the ids of each text and their ends.
+
+        Args:
+            add_special_tokens: False for texts from `render`, which contain theirs already.
+        """
+        with self._library.errors():
+            encodings = self._library.encoder.encode_batch(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        results: list[TokenizedText] = []
+        for encoding in encodings:
+            text = slice(None)
+            if add_special_tokens:
+                text = self._find_text(encoding)
+            ids = encoding.ids[text]
+            self._check_ids(ids)
+            ends = [end for _, end in encoding.offsets[text]]
+            results.append(TokenizedText(np.array(ids, np.uint32), np.array(ends, np.int64)))
+        return results
+
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
+        """Return the text of `ids`; see `stream`."""
+        return "".join(self.stream(ids, after))
+
+    def stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """Yield text while `ids` arrive, each character once all of its bytes have.
+
+        End-of-text tokens become blank lines; other special tokens are skipped. The ids `after`
+        which the first one follows decide whether the text starts with a space.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        prefix = list(after)
+        while self._library.decode(prefix).endswith("\ufffd"):
+            prefix.pop()  # an incomplete character makes DecodeStream repeat the prefix
+        decoder = DecodeStream(ids=prefix, skip_special_tokens=True)
+        pending: list[int] = []
+        for token in ids:
+            if token == self.eos_id:
+                yield self._library.decode(pending) + "\n\n"
+                decoder = DecodeStream(skip_special_tokens=True)
+                pending = []
+                continue
+            pending.append(token)
+            try:
+                with self._library.errors():
+                    piece = decoder.step(self._library.encoder, token)
+            except ConfigError:  # invalid UTF-8 after valid bytes
+                piece = self._library.decode(pending)
+                decoder = DecodeStream(ids=pending, skip_special_tokens=True)
+            if piece is not None:
+                pending = []
+                yield piece
+        yield self._library.decode(pending)
+
+    @functools.cached_property
+    def _templates(self) -> Mapping[str, ChatTemplate]:
+        """Its chat templates by name, of which transformers uses `default` and `tool_use`."""
+        texts = self._config.get("chat_template")
+        if not isinstance(texts, list):
+            texts = [{"name": _DEFAULT, "template": texts}]
+        content = self.files.get(CHAT_TEMPLATE)
+        if content:
+            texts = [{"name": _DEFAULT, "template": self._decode_template(CHAT_TEMPLATE, content)}]
+        templates: dict[str, ChatTemplate] = {}
+        for each in texts:
+            match each:
+                case {"name": str(name), "template": str(text)}:
+                    where = f"tokenizer: {self._name}: its chat template"
+                    templates[name] = ChatTemplate(text, where)
+                case _:  # transformers can read no other
+                    pass
+        return templates
+
+    def _decode_template(self, name: str, content: bytes) -> str:
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            problem = f"{name}: byte {error.start} is not UTF-8"
+            raise self._library.error(problem) from None
+
+    def find_template(self, tools: Any = None) -> ChatTemplate:
+        """Return the chat template for a chat, as transformers chooses it."""
+        if self._set_template is not None:
+            return self._set_template
+        if tools is not None and _TOOL_USE in self._templates:
+            return self._templates[_TOOL_USE]
+        if _DEFAULT in self._templates:
+            return self._templates[_DEFAULT]
+        problem = "has no chat template (chat_template in tokenizer_config.json)"
+        remedy = "use that of a chat model, or set chat_template to a file or a name in TRL"
+        raise self._library.error(f"{problem}; {remedy}")
+
+    @property
+    def all_templates(self) -> ChatTemplate:
+        """The chat templates of all chats as one text, for what one of them mentions."""
+        names = self._templates.keys() & {_DEFAULT, _TOOL_USE}
+        if self._set_template is not None or not names:
+            return self.find_template()
+        used = [self._templates[name] for name in sorted(names)]
+        return ChatTemplate("\n".join(each.text for each in used), used[0].name)
+
+    @functools.cached_property
+    def _found_tokens(self) -> Mapping[str, str]:
+        """Variables of the chat template that no file may name."""
+        found = {"eos_token": self._library.encoder.id_to_token(self.eos_id)}
+        with self._library.errors():
+            written = self._library.encoder.encode("").tokens
+        if written and written[0] != found["eos_token"]:
+            found["bos_token"] = written[0]
+        return found
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+    ) -> RenderedChat:
+        """Return the text that the chat template writes.
+
+        Args:
+            tools: JSON schemas of the functions that the assistant can call; the template must read
+                them.
+            add_generation_prompt: append the start of the next reply.
+        """
+        variables = {**self._found_tokens, **self._named_tokens, **self.template_kwargs}
+        date = self.date or datetime.date.today()
+        return self.find_template(tools).render(
+            messages, tools, variables, date, add_generation_prompt=add_generation_prompt
+        )

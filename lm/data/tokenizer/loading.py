@@ -1,0 +1,135 @@
+"""Tokenizers by their names, or of a checkpoint."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm.data.chat_template import read_chat_template
+from lm.data.hub import download_from_hub, find_directory
+from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
+from lm.data.tokenizer.files import (
+    MODEL_CONFIG,
+    SOURCE_FILES,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    read_tokenizer_file,
+    read_tokenizer_files,
+)
+from lm.errors import ConfigError, nearest_file, oserror_as_config_error
+
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+@oserror_as_config_error
+def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        name: "bytes", a `tokenizer.json`, a directory with one, or a Hugging Face Hub name.
+        chat_template: replaces its chat template; see `read_chat_template`.
+    """
+    template = None
+    if chat_template is not None:
+        template = read_chat_template(chat_template)
+    if name == "bytes":
+        if template is not None:
+            problem = f"{chat_template}: requires a Hugging Face tokenizer, not bytes"
+            raise ConfigError(f"chat_template: {problem}; set tokenizer")
+        return ByteTokenizer()
+    path = Path(find_directory(name))
+    if path.is_file() and path.name != TOKENIZER_JSON:
+        content = read_tokenizer_file(path.resolve(), TOKENIZER_JSON)
+        return FileTokenizer({TOKENIZER_JSON: content}, name, template)
+    if path.is_file():
+        directory = path.parent
+    elif path.exists():
+        directory = path
+    elif name.startswith((".", "/", "~")) or name.endswith(".json"):
+        problem = f"no such file or directory in {Path.cwd()}{nearest_file(path)}"
+        raise ConfigError(f"tokenizer: {name}: {problem}")
+    else:
+        directory = download_from_hub(name, (*SOURCE_FILES, MODEL_CONFIG), "tokenizer")
+    files = read_tokenizer_files(directory)
+    if TOKENIZER_JSON not in files:
+        raise ConfigError(f"tokenizer: {name}: has no {TOKENIZER_JSON}")
+    return FileTokenizer(files, name, template)
+
+
+@oserror_as_config_error
+def load_saved_tokenizer(
+    identity: str, directory: Path, names: Collection[str], hyperparameters: Mapping[str, Any]
+) -> Tokenizer:
+    """Load the tokenizer `identity` of the checkpoint in `directory`, for chats as in its run.
+
+    Args:
+        names: the files that the checkpoint lists.
+    """
+    if identity == ByteTokenizer.identity:
+        return ByteTokenizer()
+    if TOKENIZER_JSON not in names:
+        raise ConfigError(f"tokenizer: {directory}: the checkpoint lists no {TOKENIZER_JSON}")
+    listed = [name for name in TOKENIZER_FILES if name in names]
+    files = {name: read_tokenizer_file(directory / name, name) for name in listed}
+    tokenizer = FileTokenizer(files, str(directory))
+    if tokenizer.identity != identity:
+        problem = f"{TOKENIZER_JSON} has {tokenizer.identity}"
+        raise ConfigError(
+            f"tokenizer: {directory}: {problem}, the checkpoint was written with {identity}"
+        )
+    date = hyperparameters.get("chat_template_date")
+    try:
+        tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
+        if date:
+            tokenizer.date = datetime.date.fromisoformat(date)
+    except (ValueError, TypeError) as error:
+        keys = "chat_template_date or chat_template_kwargs of the checkpoint"
+        raise ConfigError(f"tokenizer: {directory}: {keys}: {error}") from None
+    return tokenizer
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return all that the tokens of a text depend on, as JSON."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return {"identity": tokenizer.identity}
+    files = {name: hashlib.sha256(text).hexdigest() for name, text in tokenizer.files.items()}
+    return {"identity": tokenizer.identity, "files": files, "n_ids": tokenizer.n_model_ids}
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
+    """Train a byte-level BPE tokenizer like GPT-2's, and return its `tokenizer.json`.
+
+    It has at most `vocab_size` tokens.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    encoder = ByteLevelBPETokenizer()
+    encoder.train_from_iterator(
+        texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT]
+    )
+    return encoder.to_str().encode()
+
+
+class ByteCheck:
+    """Whether the ids of all texts that were added tell their bytes."""
+
+    is_exact = True
+
+    def add(
+        self, tokenizer: Tokenizer, text: str, ids: NDArray[np.uint32], *, is_start: bool = True
+    ) -> None:
+        self.is_exact = self.is_exact and tokenizer.tells_bytes(text, ids, is_start=is_start)
+
+
+def end_text(ids: NDArray[np.uint32], eos_id: int) -> NDArray[np.uint32]:
+    """Return `ids` with an end of text, which a text may have itself."""
+    if len(ids) > 0 and ids[-1] == eos_id:
+        return ids
+    return np.append(ids, np.uint32(eos_id))
