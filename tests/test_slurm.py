@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,9 +140,9 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    # Not in pytest's folder: the path of munged's socket would be too long, and its folder readable
-    # by others.
-    folder = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
+    # Not in pytest's folder nor in TMPDIR: paths of sockets could be too long, and the folder of
+    # munged's is readable by others.
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     host = socket.gethostname().partition(".")[0]
     (folder / "slurm.conf").write_text(
