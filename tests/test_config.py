@@ -68,6 +68,7 @@ INVALID: list[tuple[str, list[Any], str]] = [
     ("max_epochs", [0], "use -1"),
     ("torch_profiler_steps", ["[1]", 7, "[1, a, 2]"], "a list of 3 integers"),
     ("torch_profiler_steps", ["[1, 1, 0]", "[-1, 1, 2]"], "at least 1"),
+    ("train_data", ["[a, b]"], "write their directory or a glob"),
     ("train_data", ["{a: 0, b: 1}", "{a: {b: 1}}"], "a number > 0"),
     ("train_data", ['"a\\0b"'], "a string or a mapping or null"),
     ("model", ["[gpt2]", 5], "a string or null"),

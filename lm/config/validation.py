@@ -31,6 +31,7 @@ _PROBLEMS = {
 }
 """What is wrong, by pydantic's type of the error."""
 _OTHER_PROBLEM = "{value} is not {accepted}"
+_DATA = ("train_data", "val_data")
 _MAX_UNKNOWN = 20
 """Unknown keys for which the nearest one is searched; that takes a millisecond each."""
 
@@ -135,6 +136,8 @@ def _add_error_of_value(draft: Draft, problem: ErrorDetails) -> None:
     )
     if template == _OTHER_PROBLEM and isinstance(value, str):
         text += nearest_value(key, value, schema)
+    if isinstance(value, list) and path[0] in _DATA:
+        text += "; for several files, write their directory or a glob"
     label = ".".join([draft.label(key), *path[1:]])
     _add_error(draft, path, ConfigError(f"{label}: {text}"))
 
