@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
+from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, error_prefix, limit_problems
-from lm.hf.files import CONFIG_FILE, READ_DTYPES, describe_unused, find_slices, read_object
+from lm.hf.files import READ_DTYPES, describe_unused, find_slices, read_object
 from lm.hf.quantized import DEQUANTIZED, Quantized, Stored, find_tensors, quantization_of
 from lm.shards import local_rows
 from lm.training import nf4
@@ -293,8 +294,8 @@ class Conversion:
             self._read_group(group, copies)
             for name, stored in copies.items():
                 if not _is_equal(tensors[name], stored):
-                    problem = f"{CONFIG_FILE} ties {group.source_names[0]} to {name}"
-                    remedy = f"set tie_word_embeddings: false in {CONFIG_FILE} to use it"
+                    problem = f"{MODEL_CONFIG} ties {group.source_names[0]} to {name}"
+                    remedy = f"set tie_word_embeddings: false in {MODEL_CONFIG} to use it"
                     raise ConfigError(
                         f"{self.directory}: {problem}, but the files have a different one; {remedy}"
                     )
@@ -448,7 +449,7 @@ def open_conversion(directory: Path) -> Conversion:
             network exactly once; lists them.
         RunError: a file is damaged.
     """
-    path = directory / CONFIG_FILE
+    path = directory / MODEL_CONFIG
     raw = read_object(path)
     with error_prefix(str(path)):
         quantization = quantization_of(raw)
@@ -469,7 +470,7 @@ def open_conversion(directory: Path) -> Conversion:
     with error_prefix(str(path)):
         matching.match()
     if matching.problems:
-        problem = f"{directory}: the tensors do not match {CONFIG_FILE}:"
+        problem = f"{directory}: the tensors do not match {MODEL_CONFIG}:"
         raise ConfigError(problem, *limit_problems(matching.problems))
     return Conversion(
         directory,
@@ -489,7 +490,7 @@ def _limit_layers(directory: Path, config: PreTrainedConfig, n_tensors: int) -> 
         n_layers = getattr(part, "num_hidden_layers", None)
         if isinstance(n_layers, int) and n_layers > n_tensors:
             problem = f"{n_layers:,} layers, but {n_tensors:,} tensors in the files"
-            raise ConfigError(f"{directory / CONFIG_FILE}: num_hidden_layers: {problem}")
+            raise ConfigError(f"{directory / MODEL_CONFIG}: num_hidden_layers: {problem}")
 
 
 def _find_tied(network: PreTrainedModel) -> dict[str, str]:
@@ -699,7 +700,7 @@ def _expand(pattern: str, first_place: str, patterns: Mapping[str, Tensor]) -> s
 
 def _require_fit(tensor: Tensor, expected: Tensor) -> None:
     if tensor.shape != expected.shape:
-        shapes = f"{list(tensor.shape)} in the file, {list(expected.shape)} in {CONFIG_FILE}"
+        shapes = f"{list(tensor.shape)} in the file, {list(expected.shape)} in {MODEL_CONFIG}"
         raise _MisfitError(shapes)
     dtype = str(tensor.dtype).removeprefix("torch.")
     allowed = (str(expected.dtype).removeprefix("torch."),)

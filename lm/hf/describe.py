@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 
 from lm.checkpoint.headers import TensorSlice
+from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, error_prefix
 from lm.hf import adapters, weights
 from lm.hf.conversion import open_conversion
 from lm.hf.examine import examine
-from lm.hf.files import CONFIG_FILE, describe_unused
+from lm.hf.files import describe_unused
 from lm.hf.quantized import quantization_of
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import text_config
@@ -60,7 +61,7 @@ def describe_examination(source: str) -> tuple[str, int]:
     if weights.is_model(source):
         raw = weights.read_config(source)
     elif Path(source).exists():
-        raise ConfigError(f"{source}: no directory of Hugging Face: it has no {CONFIG_FILE}")
+        raise ConfigError(f"{source}: no directory of Hugging Face: it has no {MODEL_CONFIG}")
     else:
         raw = {"model_type": source}
     with error_prefix(source):

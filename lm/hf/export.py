@@ -36,6 +36,7 @@ from lm.data.tokenizer.file_tokenizer import END_OF_TEXT
 from lm.data.tokenizer.files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
+    MODEL_CONFIG,
     TOKENIZER_FILES,
     TOKENIZER_JSON,
     as_list,
@@ -49,7 +50,7 @@ from lm.hf.conversion import open_conversion
 from lm.hf.draft import make_draft
 from lm.hf.export_directory import export_directory
 from lm.hf.families import Place
-from lm.hf.files import CONFIG_FILE, SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
+from lm.hf.files import SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
 from lm.shards import Rows
@@ -114,7 +115,7 @@ def export_model(
         model_settings = config_json.write_config(config, dtype, tokenizer.eos_id, tokenizer.bos_id)
         files = _convert_tokenizer(tokenizer, model_settings["bos_token_id"])
         model_settings["eos_token_id"] = _stop_ids(tokenizer)
-    files[CONFIG_FILE] = to_json(model_settings)
+    files[MODEL_CONFIG] = to_json(model_settings)
 
     weights_dir = directory
     adapters: Adapters | None = None

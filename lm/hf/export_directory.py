@@ -21,12 +21,12 @@ from torch import Tensor
 
 from lm.checkpoint.headers import TensorSlice
 from lm.checkpoint.tensor_files import DTYPE_CODES, WRITE_BYTES, stored_dtype, torch_dtype
+from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, RunError
 from lm.fileio import open_regular, sync
 from lm.hf.conversion import CONVERTED_BYTES, Conversion, Group, split_rows
 from lm.hf.draft import make_draft
 from lm.hf.files import (
-    CONFIG_FILE,
     SAFETENSORS_INDEX,
     WEIGHT_SUFFIXES,
     follow_links,
@@ -80,10 +80,10 @@ def export_directory(
     n_bytes = sum(shard.n_bytes for shard in shards)
     others = _list_others(conversion.directory, paths)
     contents: dict[str, bytes | None] = {}
-    config = read_object(conversion.directory / CONFIG_FILE)
+    config = read_object(conversion.directory / MODEL_CONFIG)
     changed = _change_config(config, dtype, stop_ids)
     if changed != config:
-        contents[CONFIG_FILE] = to_json(changed)
+        contents[MODEL_CONFIG] = to_json(changed)
     index_path = conversion.directory / SAFETENSORS_INDEX
     if dtype is not None and index_path in others.copied:
         contents[SAFETENSORS_INDEX] = to_json(_rewrite_index(index_path, shards))

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lm.checkpoint.headers import TensorSlice, read_headers
-from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 
-CONFIG_FILE = MODEL_CONFIG
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
 WEIGHT_SUFFIXES = (

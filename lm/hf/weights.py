@@ -25,7 +25,7 @@ from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.tensor_files import Source, read_into
 from lm.data.hub import download_from_hub
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
-from lm.data.tokenizer.files import SOURCE_FILES, TOKENIZER_JSON
+from lm.data.tokenizer.files import MODEL_CONFIG, SOURCE_FILES, TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer
 from lm.errors import (
     ConfigError,
@@ -40,7 +40,6 @@ from lm.hf.conversion import open_conversion, read_weight
 from lm.hf.examine import examine
 from lm.hf.families import Family
 from lm.hf.files import (
-    CONFIG_FILE,
     READ_DTYPES,
     SAFETENSORS_INDEX,
     WEIGHT_SUFFIXES,
@@ -67,7 +66,7 @@ from lm.transformers_model import (
 from lm.units import format_bytes
 from model import ModelConfig
 
-_STRUCTURE_FILES = (CONFIG_FILE, *SOURCE_FILES)
+_STRUCTURE_FILES = (MODEL_CONFIG, *SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save: causal masks and rotary frequencies."""
@@ -81,7 +80,7 @@ def is_model(source: str) -> bool:
     if directory.is_dir():
         is_checkpoint = (directory / MANIFEST).exists()
         is_run = (directory / "checkpoints").exists()
-        return (directory / CONFIG_FILE).is_file() and not is_checkpoint and not is_run
+        return (directory / MODEL_CONFIG).is_file() and not is_checkpoint and not is_run
     could_be_path = directory.exists() or directory.parent.is_dir()
     return _HUB_NAME.fullmatch(source) is not None and not could_be_path
 
@@ -136,7 +135,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
             structure; lists them.
         RunError: a file is damaged.
     """
-    config_path = directory / CONFIG_FILE
+    config_path = directory / MODEL_CONFIG
     family, config = config_json.read_config(read_object(config_path), str(config_path))
     places, shapes = families.map_parameters(family, config)
     tensors = _find_tensors(directory, family)
@@ -145,7 +144,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
         tied_head = Source(tensors.pop("lm_head.weight"))
     problems = _compare_tensors(tensors, shapes)
     if problems:
-        problem = f"{directory}: the tensors do not match {CONFIG_FILE}:"
+        problem = f"{directory}: the tensors do not match {MODEL_CONFIG}:"
         raise ConfigError(problem, *limit_problems(problems))
     sources: dict[str, Source] = {}
     for name, place in places.items():
@@ -191,7 +190,7 @@ def _read_structure(directory: Path) -> Structure:
     Raises:
         ConfigError: neither does, or a value is impossible; lists what model.py does not have.
     """
-    path = directory / CONFIG_FILE
+    path = directory / MODEL_CONFIG
     raw = read_object(path)
     if not config_json.is_of_a_family(raw):
         with error_prefix(str(path)):
@@ -214,7 +213,7 @@ def _read_structure(directory: Path) -> Structure:
 
 def read_config(source: str) -> dict[str, Any]:
     """Return the content of the config.json of the Hugging Face model `source`."""
-    return read_object(find_source(source, _STRUCTURE_FILES) / CONFIG_FILE)
+    return read_object(find_source(source, _STRUCTURE_FILES) / MODEL_CONFIG)
 
 
 def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
@@ -373,8 +372,8 @@ def read_directory(
         read_weight(parameters[name], source)
     if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
-            f"{directory}: {CONFIG_FILE} ties lm_head.weight to the embedding, but the files have a"
-            f" different one; set tie_word_embeddings: false in {CONFIG_FILE} to use it"
+            f"{directory}: {MODEL_CONFIG} ties lm_head.weight to the embedding, but the files have"
+            f" a different one; set tie_word_embeddings: false in {MODEL_CONFIG} to use it"
         )
     return [describe_unused(unused)] if unused else []
 
@@ -459,6 +458,6 @@ def _compare_tensors(
             problems.append(f"{name}: in several files")
         elif shape != shapes[name]:
             problems.append(
-                f"{name}: {list(shape)} in the file, {list(shapes[name])} in {CONFIG_FILE}"
+                f"{name}: {list(shape)} in the file, {list(shapes[name])} in {MODEL_CONFIG}"
             )
     return problems

@@ -47,7 +47,9 @@ class ByteTokenizer:
         """Raise ConfigError if the model has not all ids: texts have any byte."""
         if n_ids < self.vocab_size:
             problem = f"has {self.vocab_size} ids, and the model {n_ids} (vocab_size)"
-            raise ConfigError(f"tokenizer: {self.identity}: {problem}; {enlarge(self.vocab_size)}")
+            raise ConfigError(
+                f"tokenizer: {self.identity}: {problem}; {advise_size(self.vocab_size)}"
+            )
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -115,7 +117,7 @@ class ByteTokenizer:
         return ConfigError(f"tokenizer: {problem}; use a Hugging Face tokenizer that has one")
 
 
-def enlarge(n_ids: int) -> str:
-    """Return what to do for a model with `n_ids`."""
+def advise_size(n_ids: int) -> str:
+    """Return what to do about a model that has fewer than `n_ids`."""
     resize = "resize_token_embeddings() of a pretrained model with transformers"
     return f"set vocab_size to {n_ids} or more ({resize})"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lm.data.chat_template import ChatTemplate, MissingPackageError, RenderedChat
 from lm.data.tokenizer import special_tokens
-from lm.data.tokenizer.byte_tokenizer import TokenizedText, enlarge
+from lm.data.tokenizer.byte_tokenizer import TokenizedText, advise_size
 from lm.data.tokenizer.files import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
@@ -157,7 +157,7 @@ class FileTokenizer:
         if self.eos_id >= n_ids:
             problem = f"{self._describe_id(self.eos_id)}, and ends texts"
             advice = "set eos_token in its tokenizer_config.json to another token"
-            raise self._library.error(f"{problem}; {advice}, or {enlarge(self.eos_id + 1)}")
+            raise self._library.error(f"{problem}; {advice}, or {advise_size(self.eos_id + 1)}")
         if self.bos_id is not None and self.bos_id >= n_ids:
             self.bos_id = None  # no text of this model starts with it
 
@@ -173,7 +173,7 @@ class FileTokenizer:
         if highest >= self.n_model_ids:
             problem = self._describe_id(highest)
             raise self._library.error(
-                f"{problem}; remove it from the text, or {enlarge(highest + 1)}"
+                f"{problem}; remove it from the text, or {advise_size(highest + 1)}"
             )
 
     @functools.cached_property

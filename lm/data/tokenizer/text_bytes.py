@@ -36,7 +36,7 @@ class TextBytes:
         return self._measure_ids(self._library.encode("a"))
 
     @functools.cached_property
-    def at_start(self) -> NDArray[np.int64]:
+    def _at_start(self) -> NDArray[np.int64]:
         """`after_text` at the start of a text, before which some tokenizers put a space."""
         return self._measure_ids([])
 
@@ -78,7 +78,7 @@ class TextBytes:
         A text starts after a special token.
         """
         is_first = self._is_special[inputs]
-        sizes = np.where(is_first, self.at_start[targets], self.after_text[targets])
+        sizes = np.where(is_first, self._at_start[targets], self.after_text[targets])
         return int(sizes.sum())
 
     def tells(self, text: str, ids: NDArray[Any], *, is_start: bool = True) -> bool:
