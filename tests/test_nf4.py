@@ -337,9 +337,8 @@ def test_runs_on_nf4_train_as_peft_on_bitsandbytes(
 ) -> None:
     # AdamW's first step divides a gradient by itself plus epsilon: with that of a run, 1e-8, a
     # gradient that is only rounding changes its weight as much as any other.
-    script = f"{SAVE_FIRST_GRADIENTS}\nfrom lm.training import optim\noptim.ADAM_EPS = {eps}\n"
-    hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3)
-    run_fsdp(tmp_path, ranks=2, config=hyperparameters, script=script, code=0)
+    hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, adam_eps=eps)
+    run_fsdp(tmp_path, ranks=2, config=hyperparameters, script=SAVE_FIRST_GRADIENTS, code=0)
     expected = train_with_peft(read_with_model_defaults(hyperparameters), bases["llama"], eps)
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
     assert losses == pytest.approx(expected.losses, abs=2e-6)

@@ -142,14 +142,15 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_optimizer_step_equals_pytorchs(dtype: str, clip: float | None, scale: float) -> None:
     model, reference_model = network("2.weight"), network("2.weight")
-    settings = config(weight_decay=0.1, beta1=0.8, beta2=0.95, grad_clip=clip, optim_dtype=dtype)
+    values = {"weight_decay": 0.1, "beta1": 0.8, "beta2": 0.95, "adam_eps": 0.1}
+    settings = config(**values, grad_clip=clip, optim_dtype=dtype)
     optimizer = Optimizer(settings, model)
     trained = [p for p in reference_model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim == n], "weight_decay": decay}
         for n, decay in ((2, 0.1), (1, 0.0))
     ]
-    reference = torch.optim.AdamW(groups, betas=(0.8, 0.95), foreach=True)
+    reference = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=0.1, foreach=True)
     tolerance = 2e-3 if dtype == "bfloat16" else 1e-6  # of updates of up to 0.05 in five steps
     for step in range(5):
         lr = 0.01 * (step + 1)

@@ -207,12 +207,9 @@ def groups_with_multipliers(model: nn.Module, eps: float) -> list[dict[str, Any]
 
 
 @every_style
-def test_folded_model_learns_as_one_with_multipliers(
-    style: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folded_model_learns_as_one_with_multipliers(style: str) -> None:
     eps = 1e-3  # about as large as gradients, so that it matters
-    monkeypatch.setattr(optim, "ADAM_EPS", eps)
-    hp = hyperparameters(**FROM_SMALL, **STYLES[style])
+    hp = hyperparameters(**FROM_SMALL, **STYLES[style], adam_eps=eps)
     model, optimizer = build(hp)
     transfer = Transfer.of(hp.transfer, hp.model, "adamw")
     reference = multiplying(hp.own_model)

@@ -171,9 +171,25 @@ class OptimConfig(Config, frozen=True):
     weight_decay: Varied[Logged[float]] = Field(
         0.01, ge=0, description="decoupled decay of matrices; norms and biases have none"
     )
-    beta1: Logged[float] = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
+    beta1: Logged[float] = Field(
+        0.9,
+        ge=0,
+        lt=1,
+        description="decay of AdamW's mean of gradients",
+        json_schema_extra={"aliases": ["adam_beta1"]},
+    )
     beta2: Logged[float] = Field(
-        0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients"
+        0.999,
+        ge=0,
+        lt=1,
+        description="decay of AdamW's mean of squared gradients",
+        json_schema_extra={"aliases": ["adam_beta2"]},
+    )
+    adam_eps: Logged[float] = Field(
+        1e-8,
+        gt=0,
+        description="AdamW adds it to the root of the mean of squared gradients; 1e-5 in Llama 2",
+        json_schema_extra={"aliases": ["adam_epsilon", "epsilon", "eps"]},
     )
     muon_momentum: Annotated[Logged[float], Needs("optimizer", ("muon",))] = Field(
         0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"

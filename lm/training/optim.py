@@ -17,9 +17,6 @@ from lm.training.transfer import UNSCALED, Scale, Transfer
 from lm.transformers_model import AnyModel, TransformersModel
 from model import ExpertLinear, Experts
 
-ADAM_EPS = 1e-8
-"""added to the root of AdamW's mean of squared gradients"""
-
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     """Return the learning rate at `step`, 0 <= step < max_steps.
@@ -67,7 +64,7 @@ def find_matrices(model: AnyModel) -> set[nn.Parameter]:
 
 
 def group_by_scale(
-    parameters: Mapping[nn.Parameter, Scale], weight_decay: float
+    parameters: Mapping[nn.Parameter, Scale], weight_decay: float, eps: float
 ) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups, one for each scale."""
     groups: dict[Scale, dict[str, Any]] = {}
@@ -77,7 +74,7 @@ def group_by_scale(
                 "params": [],
                 "lr_scale": scale.lr,
                 "weight_decay": weight_decay * scale.weight_decay,
-                "eps": ADAM_EPS * scale.eps,
+                "eps": eps * scale.eps,
             }
         groups[scale]["params"].append(p)
     return list(groups.values())
@@ -206,7 +203,10 @@ class Optimizer:
                 hidden_matrices[p] = scale
             else:
                 matrices[p] = scale
-        groups = group_by_scale(matrices, config.weight_decay) + group_by_scale(vectors, 0.0)
+        groups = [
+            *group_by_scale(matrices, config.weight_decay, config.adam_eps),
+            *group_by_scale(vectors, 0.0, config.adam_eps),
+        ]
         self._adamw = create_adamw(config, groups)
         self._muon: Muon | None = None
         if hidden_matrices:
