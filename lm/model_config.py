@@ -210,7 +210,9 @@ class ModelConfig(Config, frozen=True):
         gt=0,
         le=2**24,
         description="longest sequence; the length in training (tokens)",
-        json_schema_extra={"aliases": ["seq_len", "block_size"]},
+        json_schema_extra={
+            "aliases": ["seq_len", "block_size", "max_length", "max_position_embeddings"]
+        },
     )
     n_kv_heads: Fixed[int | None] = Field(
         None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads"
@@ -255,7 +257,9 @@ class ModelConfig(Config, frozen=True):
         None, description="scaling of the rotary frequencies (a mapping)"
     )
     ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
-        "relu", description="feed-forward network; gelu is GPT-2's tanh form; swiglu has a gate"
+        "relu",
+        description="feed-forward network; gelu is GPT-2's tanh form; swiglu has a gate",
+        json_schema_extra={"aliases": ["hidden_act"]},
     )
     bias: Fixed[Literal["ffn", "none", "qkv", "attention", "all"]] = Field(
         "ffn",
@@ -316,7 +320,11 @@ class ModelConfig(Config, frozen=True):
         None, gt=0, description="attend to the last N positions only (tokens)"
     )
     dropout: Fixed[float] = Field(
-        0.0, ge=0, lt=1, description="probability of zeroing an activation in training"
+        0.0,
+        ge=0,
+        lt=1,
+        description="probability of zeroing an activation in training",
+        json_schema_extra={"aliases": ["attention_dropout"]},
     )
 
     @model_validator(mode="before")

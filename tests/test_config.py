@@ -21,7 +21,7 @@ from lm.config import __main__ as lm_config
 from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
 from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError
-from lm.fields import CHANGES, need_of
+from lm.fields import CHANGES, aliases_of, need_of
 from lm.model_config import FORMER_KEYS
 from lm.presets import PRESETS
 from lm.search.experiment import SearcherConfig
@@ -129,12 +129,29 @@ def test_invalid_value_error_has_line_and_what_is_accepted(
         ("xyzzy", "lm.config lists all"),
         ("5", "lm.config lists all"),
         ("val_split", "did you mean val_data?"),
+        # By their letters these are other keys, or none.
+        ("sharding_strategy", "did you mean sharding?"),
+        ("resume_from_checkpoint", "did you mean resume?"),
+        ("torch_compile", "did you mean compile?"),
+        ("total_steps", "did you mean max_steps?"),
+        ("max_position_embeddings", "did you mean max_seq_len?"),
+        ("assistant_only_loss", "did you mean loss_on?"),
+        ("save_interval", "did you mean checkpoint_rate?"),
+        ("neftune_noise_alpha", "lm.config lists all"),
+        ("tensor_parallel_degree", "lm.config lists all"),
+        ("low_cpu_fsdp", "lm.config lists all"),
     ],
 )
 def test_unknown_key_error_names_the_nearest(key: str, advice: str, refusal: Refusal) -> None:
     error = refusal(f"hyperparameters:\n  {key}: 3\n")
     assert str(error).startswith(f"exp.yaml:2: {key}: ")
     assert str(error).endswith(advice)
+
+
+def test_a_name_elsewhere_is_of_one_key_and_not_ours() -> None:
+    names = [name for field in FIELDS.values() for name in aliases_of(field)]
+    assert sorted(set(names)) == sorted(names)
+    assert not set(names) & set(FIELDS)
 
 
 @pytest.mark.parametrize(

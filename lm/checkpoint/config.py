@@ -14,7 +14,7 @@ class CheckpointConfig(Config, frozen=True):
         50,
         gt=0,
         description="steps between checkpoints; one more after the last step",
-        json_schema_extra={"aliases": ["save_steps"]},
+        json_schema_extra={"aliases": ["save_steps", "save_interval"]},
     )
     keep_checkpoints: Logged[int | None] = Field(
         2,
@@ -30,18 +30,20 @@ class CheckpointConfig(Config, frozen=True):
         None,
         description="URL under which the run's checkpoints, metrics and report are stored, outside"
         " Determined, e.g. s3://bucket/prefix (also gs://, az://); null = in runs/",
+        json_schema_extra={"aliases": ["checkpoint_dir"]},
     )
     resume: Unlogged[str] = Field(
         "auto",
         description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL"
         " of a checkpoint or run",
+        json_schema_extra={"aliases": ["resume_from_checkpoint"]},
     )
     init_from: Logged[str | None] = Field(
         None,
         description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION], or"
         " a directory of PEFT with adapters, which also supply the model's keys and the tokenizer;"
         " or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
-        json_schema_extra={"aliases": ["model_name_or_path"]},
+        json_schema_extra={"aliases": ["model_name_or_path", "base_model", "hf_model"]},
     )
 
     @property

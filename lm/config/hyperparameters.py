@@ -42,7 +42,7 @@ class RunConfig(Config, frozen=True):
         None,
         gt=0,
         description="optimizer steps; null = searcher.max_length, else 100",
-        json_schema_extra={"aliases": ["max_iters"]},
+        json_schema_extra={"aliases": ["max_iters", "training_steps", "total_steps"]},
     )
     max_epochs: Unlogged[float | None] = Field(
         None,
@@ -58,12 +58,15 @@ class RunConfig(Config, frozen=True):
         " train them all",
     )
     seed: Varied[Fixed[int | None]] = Field(
-        None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42"
+        None,
+        ge=0,
+        description="of weights, data order and dropout; null = the trial's, else 42",
+        json_schema_extra={"aliases": ["random_seed"]},
     )
     run_name: Unlogged[str | None] = Field(
         None,
         description="directory under runs/; null = the config file's name",
-        json_schema_extra={"aliases": ["output_dir"]},
+        json_schema_extra={"aliases": ["output_dir", "experiment_name"]},
     )
     prompt: Unlogged[str | None] = Field(
         None, description="text that samples continue; null = the start of the validation data"

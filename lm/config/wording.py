@@ -80,7 +80,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
     for name, info in FIELDS.items():
         if name in ours:
             ours |= dict.fromkeys(aliases_of(info), name)
-    near = difflib.get_close_matches(key.lower(), ours, n=1)
+    near = difflib.get_close_matches(key.lower(), ours, n=1, cutoff=0.65)
     return f"; did you mean {ours[near[0]]}?" if near else "; python -m lm.config lists all"
 
 

@@ -36,6 +36,7 @@ class DataConfig(Config, frozen=True):
         None,
         description="a file, directory or glob; text: null = the Python standard library's source;"
         " tokens: a directory, or several with weights; hf: also a dataset on the hub",
+        json_schema_extra={"aliases": ["train_file", "dataset_name", "data_path"]},
     )
     val_data: OfFiles[Logged[str | dict[str, str] | None]] = Field(
         None,
@@ -43,7 +44,9 @@ class DataConfig(Config, frozen=True):
         " with its loss; null = held out of train_data: the last 5 % (text),"
         " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
         " null = `validation`",
-        json_schema_extra={"aliases": ["val_split", "eval_data", "validation_split"]},
+        json_schema_extra={
+            "aliases": ["val_split", "eval_data", "validation_split", "validation_file"]
+        },
     )
     tokenizer: OfFiles[Fixed[str | None]] = Field(
         None,
@@ -54,7 +57,11 @@ class DataConfig(Config, frozen=True):
         "text", description="field that holds the text (jsonl, hf)"
     )
     loss_on: OfJsonLines[Logged[Literal["all", "completion"]]] = Field(
-        "all", description="tokens that are targets (jsonl)"
+        "all",
+        description="tokens that are targets (jsonl)",
+        json_schema_extra={
+            "aliases": ["completion_only_loss", "assistant_only_loss", "train_on_inputs"]
+        },
     )
     chat_template: OfJsonLines[Fixed[str | None]] = Field(
         None,
@@ -76,7 +83,10 @@ class DataConfig(Config, frozen=True):
         description="several samples in a sequence, each in one piece; false = one sample (jsonl)",
     )
     data_workers: OfStreams[Logged[int]] = Field(
-        1, gt=0, description="processes per rank that read and tokenize (hf)"
+        1,
+        gt=0,
+        description="processes per rank that read and tokenize (hf)",
+        json_schema_extra={"aliases": ["dataloader_num_workers", "num_workers"]},
     )
     hf_config: OfStreams[Logged[str | None]] = Field(
         None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)"
@@ -102,7 +112,10 @@ class DataConfig(Config, frozen=True):
         json_schema_extra={"aliases": ["gradient_accumulation_steps"]},
     )
     validation_batches: Logged[int] = Field(
-        10, gt=0, description="batches of total_batch_size in a validation, of each set of val_data"
+        10,
+        gt=0,
+        description="batches of total_batch_size in a validation, of each set of val_data",
+        json_schema_extra={"aliases": ["eval_iters"]},
     )
 
     @field_validator("val_data")

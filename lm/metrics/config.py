@@ -18,13 +18,13 @@ class MetricsConfig(Config, frozen=True):
         10,
         gt=0,
         description="steps between training reports",
-        json_schema_extra={"aliases": ["logging_steps"]},
+        json_schema_extra={"aliases": ["logging_steps", "log_interval"]},
     )
     validation_rate: Unlogged[int | None] = Field(
         None,
         gt=0,
         description="steps between validations; null = report_rate",
-        json_schema_extra={"aliases": ["eval_steps"]},
+        json_schema_extra={"aliases": ["eval_steps", "eval_interval"]},
     )
     sample_rate: Unlogged[int | None] = Field(
         None,
@@ -37,6 +37,7 @@ class MetricsConfig(Config, frozen=True):
         description="services that are sent metrics, samples and status; a failure of theirs never"
         " ends the run",
         json_schema_extra={
-            "meanings": {"tensorboard": "its files are always written, `make board` shows them"}
+            "aliases": ["report_to"],
+            "meanings": {"tensorboard": "its files are always written, `make board` shows them"},
         },
     )

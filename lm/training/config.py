@@ -169,7 +169,10 @@ class OptimConfig(Config, frozen=True):
         0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
     )
     weight_decay: Varied[Logged[float]] = Field(
-        0.01, ge=0, description="decoupled decay of matrices; norms and biases have none"
+        0.01,
+        ge=0,
+        description="decoupled decay of matrices; norms and biases have none",
+        json_schema_extra={"aliases": ["wd"]},
     )
     beta1: Logged[float] = Field(
         0.9,
@@ -189,7 +192,7 @@ class OptimConfig(Config, frozen=True):
         1e-8,
         gt=0,
         description="AdamW adds it to the root of the mean of squared gradients; 1e-5 in Llama 2",
-        json_schema_extra={"aliases": ["adam_epsilon", "epsilon", "eps"]},
+        json_schema_extra={"aliases": ["adam_epsilon", "epsilon"]},
     )
     muon_momentum: Annotated[Logged[float], Needs("optimizer", ("muon",))] = Field(
         0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"
@@ -308,12 +311,13 @@ class PrecisionConfig(Config, frozen=True):
         "auto",
         description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null"
         " = float32",
-        json_schema_extra={"aliases": ["dtype", "bf16"]},
+        json_schema_extra={"aliases": ["dtype", "bf16", "mixed_precision"]},
     )
     float8: Logged[Literal["tensorwise", "rowwise"] | None] = Field(
         None,
         description="float8 recipe for the blocks' matrix products, with scales per tensor or per"
         " row (needs torchao)",
+        json_schema_extra={"aliases": ["fp8"]},
     )
 
 
@@ -329,13 +333,14 @@ class ParallelConfig(Config, frozen=True):
         "full-shard",
         description="sharding of parameters, gradients and optimizer state over ranks",
         json_schema_extra={
+            "aliases": ["sharding_strategy", "fsdp", "zero_stage"],
             "meanings": {
                 "ddp": "did you mean no-shard?",
                 "fsdp": "did you mean full-shard?",
                 "hsdp": "did you mean hybrid-full-shard?",
                 "zero2": "did you mean grad-shard?",
                 "zero3": "did you mean full-shard?",
-            }
+            },
         },
     )
     shard_group_size: Annotated[Logged[int | None], Needs("sharding", HYBRID)] = Field(
@@ -344,7 +349,9 @@ class ParallelConfig(Config, frozen=True):
         description="ranks per replica for hybrid strategies; null = the ranks of a node",
     )
     layer_wrap: Logged[bool] = Field(
-        True, description="all-gather layer by layer; false = the model as one FSDP unit"
+        True,
+        description="all-gather layer by layer; false = the model as one FSDP unit",
+        json_schema_extra={"aliases": ["auto_wrap_policy"]},
     )
     reduce_dtype: Logged[Literal["float32", "bfloat16"]] = Field(
         "float32",
@@ -352,7 +359,9 @@ class ParallelConfig(Config, frozen=True):
         " gradients",
     )
     cpu_offload: Logged[bool] = Field(
-        False, description="keep parameters, gradients and optimizer state in host memory"
+        False,
+        description="keep parameters, gradients and optimizer state in host memory",
+        json_schema_extra={"aliases": ["offload_params"]},
     )
     activation_checkpointing: Logged[Literal["none", "selective", "full"]] = Field(
         "none",
@@ -364,6 +373,7 @@ class ParallelConfig(Config, frozen=True):
         False,
         description="keep what blocks save for backward in host memory, except for the last two"
         " blocks",
+        json_schema_extra={"aliases": ["offload_activations"]},
     )
     sync_each_micro_step: Logged[bool] = Field(
         False,
@@ -371,7 +381,9 @@ class ParallelConfig(Config, frozen=True):
         " its shard only",
     )
     compile: Logged[Literal["auto"] | bool] = Field(
-        "auto", description="compile the blocks and the loss; auto = on GPUs and for float8"
+        "auto",
+        description="compile the blocks and the loss; auto = on GPUs and for float8",
+        json_schema_extra={"aliases": ["torch_compile"]},
     )
     deterministic: Logged[bool] = Field(
         False,
