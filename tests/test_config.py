@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lm import command_line, strict_yaml
@@ -631,7 +631,6 @@ def problems(load: Callable[[], Any]) -> tuple[str, ...]:
 SECTIONS = st.sampled_from(["hyperparameters", "searcher"])
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(SECTIONS, VALUES | st.dictionaries(KEYS, VALUES)),
     st.lists(
@@ -663,7 +662,6 @@ PIECES = [
 ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join))
 def test_any_file_gives_one_line_per_problem(
     tmp_path_factory: pytest.TempPathFactory, source: str

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.data.cache import cache_directory
@@ -72,7 +72,6 @@ def tokens_of(texts: list[str], seq_len: int) -> list[tuple[list[int], list[int]
     return [(each[:-1][:seq_len], each[1:][:seq_len]) for each in ids]
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 9))
 def test_packing_keeps_samples_in_one_piece(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
@@ -109,7 +108,6 @@ def test_packing_keeps_the_order_of_the_file(tmp_path: Path) -> None:
     ]
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 9))
 def test_without_packing_a_sample_is_a_sequence(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int

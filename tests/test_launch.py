@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
@@ -277,7 +277,6 @@ def test_launch_master_is_slurms_first_host() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*ALL]), st.text() | st.integers(-1, 5).map(str) | st.integers().map(str)

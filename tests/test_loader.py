@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.models import Unigram, WordPiece
@@ -84,7 +84,6 @@ a_few = st.integers(1, 4)
 # ---- training
 
 
-@settings(deadline=None)
 @given(some_samples, a_few, a_few, a_few, some_steps, st.booleans())
 def test_global_batch_samples_depend_on_no_ranks_or_batch_size(
     samples: int, ranks: int, batch_size: int, accumulation: int, step: int, shuffle: bool
@@ -102,7 +101,6 @@ def test_global_batch_samples_depend_on_no_ranks_or_batch_size(
     assert shares == [index for _, index in alone.global_batch(step)]
 
 
-@settings(deadline=None)
 @given(some_samples, st.integers(1, 12), st.integers(0, 5))
 def test_epoch_holds_every_sample_once(samples: int, total: int, seed: int) -> None:
     indices = sample_ids(loader(samples, total, seed=seed), math.ceil(3 * samples / total))
@@ -117,7 +115,6 @@ def test_shuffle_false_keeps_the_order() -> None:
 # ---- validation
 
 
-@settings(deadline=None)
 @given(some_samples, a_few, a_few, a_few, st.integers(1, 5))
 def test_validation_uses_each_sample_once(
     samples: int, ranks: int, batch_size: int, accumulation: int, batches: int

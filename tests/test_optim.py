@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -71,7 +71,6 @@ def test_warmup_steps_below_1_are_a_fraction(schedule: str) -> None:
     )
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(SCHEDULES),
     st.integers(1, 300),

@@ -259,7 +259,7 @@ def damaged_records(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(record=damaged_records())
 def test_a_damaged_pair_is_read_or_refused_by_its_line(
     has_template: bool, record: dict[str, Any]
@@ -284,7 +284,6 @@ records = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(records, st.integers(8, 40), st.booleans())
 def test_a_pair_is_packed_and_cut_as_a_whole(
     tmp_path_factory: pytest.TempPathFactory,

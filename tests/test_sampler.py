@@ -21,7 +21,7 @@ def test_sampler_epochs_are_different_permutations() -> None:
     assert [order[i] for i in range(7)] == epochs[0]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.data())
 def test_mixture_shares_hold_in_every_block(counts: list[int], data: st.DataObject) -> None:
     weights = [data.draw(st.sampled_from([0.5, 1.0, 2.0, 10.0])) for _ in counts]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
@@ -263,7 +263,6 @@ def test_read_headers_opens_no_links_or_fifos(tmp_path: Path) -> None:
             read_headers([tmp_path / name])
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_read_headers_of_random_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     folder = tmp_path_factory.mktemp("damaged")

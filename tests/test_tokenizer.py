@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.data.chat_template import ChatTemplate
@@ -41,7 +41,6 @@ END = TOKENIZER.eos_id
 # ---- bytes
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_stream_decoding_yields_complete_characters(text: str) -> None:
     pieces = list(TOKENIZER.stream(TOKENIZER.encode(text)))
@@ -81,7 +80,6 @@ BYTE_0 = LLAMA2.vocab_size - 256
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL])
-@settings(deadline=None)
 @given(
     st.text().filter(lambda text: "<|" not in text and "</s>" not in text)
 )  # special tokens, which are not text
@@ -93,7 +91,6 @@ def test_tokenizer_round_trip_of_any_text(tokenizer: Tokenizer, text: str) -> No
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL, LLAMA])
-@settings(deadline=None)
 @given(st.lists(st.text(), min_size=1, max_size=4))
 def test_token_ends_grow_to_the_length_of_the_text(tokenizer: Tokenizer, texts: list[str]) -> None:
     for text, (ids, ends) in zip(
@@ -113,7 +110,6 @@ def test_token_ends_count_characters(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL, LLAMA2])
-@settings(deadline=None)
 @given(st.text(min_size=1).filter(lambda text: "<" not in text))
 def test_token_bytes_add_up_to_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
     space = tokenizer is LLAMA2  # that it puts before a text
@@ -185,7 +181,6 @@ def test_decode_after_other_ids_keeps_the_space() -> None:
         assert before + LLAMA.decode(tokens[cut:], after=tokens[:cut]) == "to be or not to be"
 
 
-@settings(deadline=None)
 @given(
     *[st.lists(st.integers(0, LLAMA2.vocab_size - 1) | st.integers(BYTE_0, LLAMA2.vocab_size - 1))]
     * 2
@@ -735,7 +730,6 @@ def test_tokenizer_of_adapters_stops_where_their_base_does(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [byte_level_tokenizer(), llama_tokenizer(), llama2_tokenizer()])
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["to be", "or", " ", "\n", "e\u0301", "<s>", "That is"])))
 def test_long_texts_are_encoded_in_pieces_as_in_one(content: bytes, words: list[str]) -> None:
     text = " ".join(words * 3)

@@ -10,7 +10,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.data.run_data import Data, DataConfig, open_data
@@ -48,7 +48,6 @@ def windows(path: Path, seq_len: int, vocab_size: int) -> WindowDataset:
     return cut_file(TokenFile(path, vocab_size, with_ends=False), seq_len, "")
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 299), min_size=2, max_size=40),
     st.integers(1, 9),
