@@ -183,7 +183,7 @@ class ModelConfig(Config, frozen=True):
         gt=0,
         le=2**20,
         description="width of the residual stream",
-        json_schema_extra={"aliases": ["hidden_size", "n_embd"]},
+        json_schema_extra={"aliases": ["hidden_size", "n_embd", "dim"]},
     )
     n_heads: Varied[Fixed[int]] = Field(
         8,

@@ -42,7 +42,9 @@ class RunConfig(Config, frozen=True):
         None,
         gt=0,
         description="optimizer steps; null = searcher.max_length, else 100",
-        json_schema_extra={"aliases": ["max_iters", "training_steps", "total_steps"]},
+        json_schema_extra={
+            "aliases": ["max_iters", "training_steps", "total_steps", "searcher.max_length"]
+        },
     )
     max_epochs: Unlogged[float | None] = Field(
         None,

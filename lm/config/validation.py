@@ -62,6 +62,10 @@ def validate_parts(draft: Draft, relations: bool = True) -> dict[str, Any]:
             remedy = f"remove {key}, or train all weights with lora_rank: null"
             draft.refuse(key, f"{training.UNSUPPORTED[key]}; {remedy}")
             continue
+        if training.OTHER_PARALLELISM.fullmatch(key):
+            problem = "tensor, pipeline, context and expert parallelism are not supported"
+            draft.refuse(key, f"{problem}; remove {key}: sharding divides the model over ranks")
+            continue
         known = [name for part in parts_of_draft.values() for name in part.model_fields]
         if key in draft.arguments:
             known += ["--config", "--dry-run"]
@@ -134,7 +138,7 @@ def _add_error_of_value(draft: Draft, problem: ErrorDetails) -> None:
         message=_message(problem),
         nearest=nearest(path[-1], siblings),
     )
-    if template == _OTHER_PROBLEM and isinstance(value, str):
+    if template == _OTHER_PROBLEM and isinstance(value, str | bool):
         text += nearest_value(key, value, schema)
     if isinstance(value, list) and path[0] in _DATA:
         text += "; for several files, write their directory or a glob"

@@ -80,18 +80,21 @@ def nearest(key: str, known: Iterable[str]) -> str:
     for name, info in FIELDS.items():
         if name in ours:
             ours |= dict.fromkeys(aliases_of(info), name)
-    near = difflib.get_close_matches(key.lower(), ours, n=1, cutoff=0.65)
+    bare = key.lower().removeprefix("hyperparameters.")
+    near = difflib.get_close_matches(bare, ours, n=1, cutoff=0.65)
     return f"; did you mean {ours[near[0]]}?" if near else "; python -m lm.config lists all"
 
 
-def nearest_value(key: str, value: str, schema: Mapping[str, Any]) -> str:
+def nearest_value(key: str, value: str | bool, schema: Mapping[str, Any]) -> str:
     """Return the hint at what `value` most likely means for `key`, or "".
 
     `schema` is that of `key`, or of a key in its mapping.
     """
-    meaning = meanings_of(FIELDS[key]).get(re.sub("[-_ ]", "", value.lower()))
+    meaning = meanings_of(FIELDS[key]).get(re.sub("[-_ ]", "", str(value).lower()))
     if meaning is not None:
         return f"; {meaning}"
+    if isinstance(value, bool):
+        return ""
     known: list[str] = []
     for option in schema.get("anyOf", [schema]):
         known += option.get("enum", [])

@@ -102,14 +102,14 @@ class DataConfig(Config, frozen=True):
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per device in a micro-batch",
-        json_schema_extra={"aliases": ["per_device_train_batch_size"]},
+        json_schema_extra={"aliases": ["per_device_train_batch_size", "local_batch_size"]},
     )
     total_batch_size: Varied[Fixed[int | None]] = Field(
         None,
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per optimizer step over all ranks; null = batch_size x ranks",
-        json_schema_extra={"aliases": ["gradient_accumulation_steps"]},
+        json_schema_extra={"aliases": ["gradient_accumulation_steps", "grad_accum"]},
     )
     validation_batches: Logged[int] = Field(
         10,

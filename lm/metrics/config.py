@@ -37,7 +37,7 @@ class MetricsConfig(Config, frozen=True):
         description="services that are sent metrics, samples and status; a failure of theirs never"
         " ends the run",
         json_schema_extra={
-            "aliases": ["report_to"],
+            "aliases": ["report_to", "wandb", "wandb_project"],
             "meanings": {"tensorboard": "its files are always written, `make board` shows them"},
         },
     )

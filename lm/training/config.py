@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -157,7 +158,10 @@ class OptimConfig(Config, frozen=True):
     lr_schedule: Varied[Logged[Literal["constant", "linear", "cosine", "wsd"]]] = Field(
         "constant",
         description="decay after warm-up; wsd = constant, then linear over the last decay_steps",
-        json_schema_extra={"aliases": ["lr_scheduler_type"]},
+        json_schema_extra={
+            "aliases": ["lr_scheduler_type"],
+            "meanings": {"none": "did you mean constant?"},
+        },
     )
     warmup_steps: Varied[Logged[float]] = Field(
         0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
@@ -179,7 +183,7 @@ class OptimConfig(Config, frozen=True):
         ge=0,
         lt=1,
         description="decay of AdamW's mean of gradients",
-        json_schema_extra={"aliases": ["adam_beta1"]},
+        json_schema_extra={"aliases": ["adam_beta1", "betas"]},
     )
     beta2: Logged[float] = Field(
         0.999,
@@ -201,7 +205,7 @@ class OptimConfig(Config, frozen=True):
         None,
         gt=0,
         description="maximum gradient norm; larger gradients are scaled down",
-        json_schema_extra={"aliases": ["max_grad_norm"]},
+        json_schema_extra={"aliases": ["max_grad_norm", "clip_grad"]},
     )
     optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
         "float32",
@@ -311,7 +315,14 @@ class PrecisionConfig(Config, frozen=True):
         "auto",
         description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null"
         " = float32",
-        json_schema_extra={"aliases": ["dtype", "bf16", "mixed_precision"]},
+        json_schema_extra={
+            "aliases": ["dtype", "bf16", "mixed_precision"],
+            "meanings": {
+                "float32": "did you mean null?",
+                "fp32": "did you mean null?",
+                "fp8": "set float8",
+            },
+        },
     )
     float8: Logged[Literal["tensorwise", "rowwise"] | None] = Field(
         None,
@@ -322,6 +333,12 @@ class PrecisionConfig(Config, frozen=True):
 
 
 HYBRID = ("hybrid-full-shard", "hybrid-grad-shard")
+
+
+OTHER_PARALLELISM = re.compile(
+    "(tensor|pipeline|context|sequence|expert)(_model)?_parallel.*|(tp|pp|cp|ep)(_size|_degree)?"
+)
+"""keys that other trainers divide a model by, besides sharding"""
 
 
 class ParallelConfig(Config, frozen=True):
@@ -338,6 +355,9 @@ class ParallelConfig(Config, frozen=True):
                 "ddp": "did you mean no-shard?",
                 "fsdp": "did you mean full-shard?",
                 "hsdp": "did you mean hybrid-full-shard?",
+                "hybridshard": "did you mean hybrid-full-shard?",
+                "shardgradop": "did you mean grad-shard?",
+                "zero1": "did you mean grad-shard?",
                 "zero2": "did you mean grad-shard?",
                 "zero3": "did you mean full-shard?",
             },
@@ -367,7 +387,10 @@ class ParallelConfig(Config, frozen=True):
         "none",
         description="recompute in backward: nothing, all but attention and matrix products, or full"
         " blocks",
-        json_schema_extra={"aliases": ["gradient_checkpointing"]},
+        json_schema_extra={
+            "aliases": ["gradient_checkpointing"],
+            "meanings": {"true": "did you mean full?", "false": "did you mean none?"},
+        },
     )
     activation_offload: Logged[bool] = Field(
         False,
