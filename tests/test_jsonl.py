@@ -279,6 +279,54 @@ def test_chat_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
         JsonlDataset([file], LLAMA, 256)
 
 
+@pytest.mark.parametrize("mark", [{"train": False}, {"training": 0}, {"loss": False}], ids=str)
+def test_messages_that_others_mark_as_not_learned_are_no_targets(
+    mark: dict[str, Any], tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"} | mark]
+    chat += [{"role": "assistant", "content": "the question", key: True} for key in mark]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+    learned = LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True)))
+    assert learned == "the question\n\n"
+
+
+@pytest.mark.parametrize(
+    ("mark", "advice"),
+    [
+        ({"training": "false"}, "training is .*false.*; it must be true or false"),
+        ({"train": "no"}, "train is .*; it must be true or false"),
+        ({"loss": 0.5}, r"loss is 0\.5; it must be true or false"),
+        ({"mask": True}, "mask is not read; write weight: 0 in messages that are not learned"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}, ".*weight: 0"),
+    ],
+    ids=str,
+)
+def test_marks_of_what_is_learned_that_are_not_read_are_refused(
+    mark: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"} | mark]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:1: messages\[1\]: {advice}"):
+        JsonlDataset([file], LLAMA, 256, completion_only=True)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]},
+        {"prompt": "q", "response": ""},
+        {"prompt": "q", "completion": ""},
+        {"instruction": "q", "input": "", "output": ""},
+    ],
+    ids=str,
+)
+def test_empty_replies_are_counted(record: dict[str, Any], tmp_path: Path) -> None:
+    good = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+    file = write(tmp_path / "a.jsonl", [{"messages": good}, record, record])
+    data = JsonlDataset([file], LLAMA, 256, completion_only=True)
+    assert "2 records with an empty reply, of which only the end is learned" in (data.note or "")
+
+
 def test_prompt_and_completion_can_be_messages(tmp_path: Path) -> None:
     prompt = [
         {"role": "user", "content": "to be"},
@@ -533,6 +581,28 @@ def test_trl_templates_mark_the_same_targets_in_a_completion(tmp_path: Path) -> 
         assert "It is 4." in found[0], path.stem
         assert "It is 4." not in found[2], path.stem
         assert "Six,\nof them." in found[2], path.stem
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen2_5_training"])
+def test_only_the_assistants_words_in_a_completion_are_targets(
+    template: str, tmp_path: Path
+) -> None:
+    """As in messages: not what the user says meanwhile, nor the result of a tool."""
+    result = {"role": "tool", "content": "4"}
+    dialog = [*DIALOG[:2], result, *DIALOG[1:]]
+    records = [{"messages": dialog}, {"prompt": dialog[:1], "completion": dialog[1:]}]
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), template)
+    found = []
+    for i, record in enumerate(records):
+        file = write(tmp_path / f"{i}.jsonl", [record])
+        found.append(targets(JsonlDataset([file], tokenizer, 8192, completion_only=True)))
+    assert np.array_equal(found[1], found[0])
+    text = tokenizer.decode(found[1])
+    assert text.count(DIALOG[1]["content"]) == 2
+    assert DIALOG[2]["content"] not in text
+    words = write(tmp_path / "user.jsonl", [{"prompt": dialog[:2], "completion": [dialog[0]]}])
+    with pytest.raises(ConfigError, match=r"user\.jsonl:1: completion: none of the assistant"):
+        JsonlDataset([words], tokenizer, 8192, completion_only=True)
 
 
 def test_trl_template_of_qwen3_trains_calls_of_tools(tmp_path: Path) -> None:

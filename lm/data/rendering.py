@@ -107,6 +107,9 @@ class RecordRenderer:
             remedy = f"for chats, rename {renamed}"
             self.notes.others[f"{problem} that lm.generate --chat uses ({remedy})"] += 1
 
+    def _note_empty_reply(self) -> None:
+        self.notes.others["record with an empty reply, of which only the end is learned"] += 1
+
     def _render_converted(self, converted: Mapping[str, Any]) -> RenderedRecord:
         if "messages" in converted:
             return self._render_chat(converted, ("messages",))
@@ -121,6 +124,8 @@ class RecordRenderer:
     def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
         prompt = get_text(record, "prompt")
         text = prompt + get_text(record, "completion")
+        if len(text) == len(prompt):
+            self._note_empty_reply()
         spans = None
         if self.completion_only:
             spans = [Span(len(prompt), len(text))]
@@ -136,8 +141,8 @@ class RecordRenderer:
     def _render_chat(self, record: Mapping[str, Any], keys: Sequence[str]) -> RenderedRecord:
         """Render the messages in `keys` of a record.
 
-        The targets are the replies in `messages` and, if the template marks them, in `completion`,
-        else all of a `completion`.
+        The targets are the replies in `messages` or `completion`; a `completion` of nothing else is
+        one target, as the template marks it or from its first character to its last.
         """
         tools = _read_tools(record.get("tools"))
         arguments = _list_arguments(tools)
@@ -149,27 +154,29 @@ class RecordRenderer:
                 messages.append(self._read_message(message, places[-1], arguments))
         weights = [message.pop("weight", None) for message in messages]
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        is_completion = "completion" in keys
-        if self.completion_only and not is_completion and not replies:
-            roles = {str(message["role"]) for message in messages}
+        n_prompt = len(messages) - len(record[keys[-1]])
+        learned = [i for i in replies if i >= n_prompt]
+        if self.completion_only and not learned:
+            roles = {str(message["role"]) for message in messages[n_prompt:]}
             shown = ", ".join(sorted(roles))
             problem = f"none of the assistant, only of {shown}, and loss_on: completion learns"
             problem += " only from the assistant's"
             advice = "remove the line, or set loss_on: all"
             if not roles <= _OTHER_ROLES:
                 advice = "rename the roles to system, user and assistant"
-            raise ConfigError(f"messages: {problem}; {advice}")
+            raise ConfigError(f"{keys[-1]}: {problem}; {advice}")
+        if any(_is_empty_reply(messages[i]) for i in learned):
+            self._note_empty_reply()
         rendered = self.tokenizer.render(messages, tools=tools)
         chat = _Chat(messages, tools, get_text({keys[-1]: rendered.text}, keys[-1]))
         self._check_written(chat, places)
         if not self.completion_only:
             return RenderedRecord(chat.text, None, is_chat=True)
         self._check_end_of_turn(tools)
-        n_prompt = len(messages) - len(record[keys[-1]])
         is_target = [weights[i] != 0 and i >= n_prompt for i in replies]
         if rendered.reply_spans is not None:
             spans = _select_replies(rendered.reply_spans, is_target)
-        elif is_completion:
+        elif "completion" in keys and len(learned) == len(messages) - n_prompt:
             spans = [self._locate_messages(chat, n_prompt, len(messages))]
         else:
             targets = itertools.compress(replies, is_target)
@@ -327,6 +334,11 @@ def describe_template(tokenizer: Tokenizer) -> dict[str, Any]:
         date = tokenizer.date or datetime.date.today()
         described["date"] = date.isoformat()
     return described
+
+
+def _is_empty_reply(message: Mapping[str, Any]) -> bool:
+    said = (message.get(key) for key in ("content", "tool_calls", *REASONING_KEYS))
+    return not any(said)
 
 
 def _skip_empty_thinking(chat: _Chat, message: Mapping[str, Any], span: Span) -> Span:

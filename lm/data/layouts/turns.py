@@ -17,7 +17,9 @@ _EXCHANGES = (("input", "output"), ("human", "assistant"))
 """keys of a question with its reply, of which a chat can be a list"""
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING_KEYS}
 _LEARNED = ("train", "training", "loss")
-"""false in messages that are not learned"""
+"""false or 0 in messages that are not learned"""
+_MASKS = ("mask", "loss_mask", "masked", "train_detail", "training_detail")
+"""keys of messages that say in other ways what is learned, some the opposite in other trainers"""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,16 @@ class TurnReader:
             message["role"] = message.pop("from", None)
         message["role"] = self._rename(message["role"], place, is_from="role" not in turn)
         for key in _LEARNED:
-            if isinstance(message.get(key), bool) and not message.pop(key):
+            is_learned = message.pop(key, True)
+            if is_learned not in (True, False):  # also 1 and 0
+                problem = f"{key} is {json.dumps(is_learned)[:60]}"
+                raise ConfigError(f"{place}: {problem}; it must be true or false")
+            if not is_learned:
                 message["weight"] = 0
+        for key in _MASKS:
+            if not is_empty(message.get(key)):
+                remedy = "write weight: 0 in messages that are not learned, and remove it"
+                raise ConfigError(f"{place}: {key} is not read; {remedy}")
         if "content" not in message and "value" in message:
             message["content"] = message.pop("value")
         if "tool_calls" in message:
