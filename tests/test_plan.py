@@ -206,6 +206,17 @@ def on_gpus(n: int = 8, gib: float = 80) -> Ranks:
     return Ranks(torch.bfloat16, "cuda", n, min(n, 8), gib * GIB)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "sharding"), [(1, "full-shard"), (1, "no-shard"), (2, "no-shard")]
+)
+def test_gradients_that_are_not_scattered_are_no_activations(gpus: int, sharding: str) -> None:
+    changes = {"max_seq_len": 8, "compile": False, "sharding": sharding}
+    hp = Hyperparameters.from_flat(LLAMA | changes)
+    memory = fit.measure(hp, on_gpus(gpus)).memory
+    assert memory[step.GRADIENTS] > memory[step.PARAMETERS] / 2
+    assert memory.get(step.ACTIVATIONS, 0) < memory[step.PARAMETERS] / 10
+
+
 def test_offloading_moves_bytes_to_host_memory() -> None:
     hp = Hyperparameters.from_flat(CODELLAMA)
     kept = fit.measure(hp, on_gpus())
@@ -274,7 +285,9 @@ def test_plan_says_from_how_many_tokens_collectives_are_hidden(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--gpu", "h110"], "--gpu: h110 .*h100, h200, b200, a100-80"),
+        (["--gpu", "v100"], "--gpu: v100 .*h100, h200, b200, a100-80.* or --memory GIB$"),
+        (["--gpu", "A100"], ".*did you mean a100-80 or a100-40"),
+        (["--gpu", "H100-80GB"], ".*did you mean h100"),
         (["--gpus", "0"], "--gpus: 0 "),
         (["--gpus", "7", "--nodes", "2"], "--nodes: 2 .*7 GPUs"),
         (["--nodes", "0"], "--nodes: 0 "),
@@ -350,10 +363,10 @@ def test_plan_that_does_not_fit_says_what_settings_need(
 
     need_of = fit.measure
     monkeypatch.setattr(fit, "measure", measure)
-    assert main(arguments) == 0
+    assert main(arguments) == 2
     out = capsys.readouterr().out
     assert re.match("total_batch_size: 20 .* 2 x 4 GPUs.* 24\n", out)
-    assert "does not fit into 90% of memory" in out
+    assert "does not fit into 90% of the memory of one GPU" in out
     remedies = dict(re.findall(r"^with (\S+): peak ([\d.]+ [MG]iB), ", out, re.M))
     assert set(remedies) == {
         "activation_checkpointing=full",

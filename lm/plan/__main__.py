@@ -7,6 +7,7 @@ Takes the run's own step on fake tensors. Prints the memory of a GPU by part at 
 step that needs most, whether that fits, the largest batch size, and if it does not fit what other
 settings need. Host memory counts where it is known: from --host-memory, or on a machine with such a
 GPU. Compared with FSDP's memory on CPUs; compiled runs on GPUs need less.
+Ends with exit code 2 if it does not fit.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     problems: list[str] = []
     card = args.gpu.lower().removeprefix("rtx").strip(" -")
     if args.memory is None and card not in CARDS:
-        problems.append(
-            f"--gpu: {args.gpu} is unknown; use one of {', '.join(CARDS)}, or --memory GIB"
-        )
+        near = [name for name in CARDS if name.startswith(card) or card.startswith(name)]
+        remedy = f"did you mean {' or '.join(near)}" if near else f"use one of {', '.join(CARDS)}"
+        problems.append(f"--gpu: {args.gpu} is unknown; {remedy}, or --memory GIB")
     if args.gpus < 1:
         problems.append(f"--gpus: {args.gpus} must be 1 or more")
     if args.nodes < 1:
@@ -88,8 +89,11 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             problems.append(f"{option}: {value:g} must be finite and above 0")
     if problems:
         raise ConfigError(*problems)
+    args.card = card
     if args.memory is None:
         args.memory = CARDS[card]
+    else:
+        args.card = "GPU"
     return args
 
 
@@ -101,8 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from lm.plan.describe import describe_plan  # imports PyTorch, which takes seconds
 
-    print(describe_plan(args))
-    return 0
+    plan, fits = describe_plan(args)
+    print(plan)
+    return 0 if fits else 2
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ def _describe_traffic(hp: Hyperparameters, n_shards: int, flops_per_token: float
     )
 
 
-def describe_plan(args: argparse.Namespace) -> str:
-    """Return what the command prints.
+def describe_plan(args: argparse.Namespace) -> tuple[str, bool]:
+    """Return what the command prints, and whether the step fits.
 
     Raises:
         ConfigError: the experiment file is wrong, or no such run can be planned.
@@ -173,12 +173,13 @@ def describe_plan(args: argparse.Namespace) -> str:
             "largest_batch_size": largest,
             "total_batch_size": hp.data.total_batch_size,
         }
-        return json.dumps(values)
+        return json.dumps(values), need.fits
     lines += [*need.describe(), ""]
-    usable = f"{USABLE:.0%} of memory, {format_bytes(USABLE * ranks.memory)}"
+    usable = f"{USABLE:.0%} of the memory of one {args.card}, {format_bytes(USABLE * ranks.memory)}"
     if need.fits:
         lines.append(f"fits into {usable}; CUDA, NCCL and fragmentation take the rest")
     else:
         lines += [f"does not fit into {usable}", *fit.list_remedies(hp, ranks)]
-    lines.append(f"largest batch_size that fits without accumulation: {largest}")
-    return "\n".join(lines)
+    limit = " or more" if largest == fit.LARGEST_BATCH_SIZE else ""
+    lines.append(f"largest batch_size that fits without accumulation: {largest:,}{limit}")
+    return "\n".join(lines), need.fits

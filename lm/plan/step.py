@@ -119,6 +119,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _sort_by_use(self, func: Any, args: Any, kwargs: Any) -> None:
         """Move the operands of FSDP's operators to the part that they belong to."""
+        if func is torch.ops.aten.copy_.default and self._phase != OPTIMIZER:
+            target, source = args[:2]  # of gradients, where one rank has nothing to reduce
+            if self._part_of(source) == GRADIENTS:
+                self._move(target.untyped_storage()._cdata, self._part_of_shards)
+            return
         if func.namespace not in ("fsdp", "c10d"):
             return
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -134,6 +139,9 @@ class LiveBytes(TorchDispatchMode):
                 return
         for operand in operands:
             self._move(operand.untyped_storage()._cdata, part)
+
+    def _part_of(self, tensor: Tensor) -> str | None:
+        return self._parts.get(tensor.untyped_storage()._cdata)
 
     def _move(self, key: int, part: str) -> None:
         if self._parts[key] == ACTIVATIONS:
