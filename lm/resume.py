@@ -180,13 +180,20 @@ def find_complete(
 
 
 def describe_complete_run(run: str, saved: Manifest, run_info: RunInfo) -> list[str]:
-    """Return lines that say that the run at `run` is complete, and commands that train on."""
-    lines = [f"{run} is complete: {saved.step} steps"]
+    """Return lines that say that the run at `run` has no step left, and commands that train on."""
     changes = require_same_run(saved, run_info)
-    lines += [f"ignored, as no step is left: {make_printable(change)}" for change in changes]
     trained = _Schedule.model_validate(saved.hyperparameters)
     now = _Schedule.model_validate(run_info.hyperparameters)
-    ways = extensions(trained, now, saved.step)
+    planned = trained.max_steps or saved.step
+    if planned > saved.step:
+        lines = [
+            f"{run} was stopped at step {saved.step} of {planned}, and max_steps is {now.max_steps}"
+        ]
+        ways = [WayToTrainOn(f"train on to step {planned}", (f"max_steps={planned}",))]
+    else:
+        lines = [f"{run} is complete: {saved.step} steps"]
+        ways = extensions(trained, now, saved.step)
+    lines += [f"ignored, as no step is left: {make_printable(change)}" for change in changes]
     if run_info.hyperparameters["max_epochs"] is not None:  # which would limit max_steps
         ways = [replace(way, overrides=(*way.overrides, "max_epochs=null")) for way in ways]
     if changes:

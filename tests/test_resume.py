@@ -508,6 +508,15 @@ def test_extension_keeps_the_last_learning_rate() -> None:
     assert f"lr={last:.3g}" in constant.overrides
 
 
+def test_stopped_run_with_fewer_steps_says_how_to_train_on(tmp_path: Path) -> None:
+    run_fsdp(tmp_path, "max_steps=6", "checkpoint_rate=3", code=0)
+    shutil.rmtree(checkpoints_by_step(tmp_path)[6])
+    done = run_fsdp(tmp_path, "max_steps=2", "checkpoint_rate=3", code=0)
+    assert "was stopped at step 3 of 6, and max_steps is 2\ntrain on to step 6:\n" in done.stdout
+    assert "learning rate" not in done.stdout
+    assert ", step 3\n" in restart(tmp_path, "max_steps=6")
+
+
 @pytest.mark.slow
 def test_complete_run_prints_commands_that_train_on(tmp_path: Path) -> None:
     run_fsdp(tmp_path, "max_steps=2", code=0)
