@@ -46,7 +46,7 @@ from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task
-from lm.training import nf4, parallelize
+from lm.training import nf4, parallelize, profiling
 from lm.training.config import WINDOW
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.units import format_number, format_parameters
@@ -323,6 +323,7 @@ def preflight(
         choose_cache(dry_run)
         parallelize.check_offload(hp.parallel)
         nf4.check_nf4(hp.lora)
+        profiling.check_memory_snapshot(hp.profiling)
         mesh = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
         batch_size = derive_global_batch_size(hp.data, world.size)
     memory = check_memory(hp, amp_dtype, world)

@@ -22,11 +22,10 @@ import pytest
 import torch
 from determined.core import DummyProfilerContext
 
-from lm.errors import ConfigError
 from lm.launch.spawn import reserve_port
 from lm.training import profiling
 from tests.support import PATIENCE, REPOSITORY
-from tests.support.hyperparameters import TINY, named_keys
+from tests.support.hyperparameters import TINY
 from tests.support.runs import read_reports, run_fsdp
 
 
@@ -250,7 +249,8 @@ def test_console_shows_phases_samples_and_traces(profiled: Path) -> None:
 
 @pytest.mark.slow
 def test_torch_profiler_warns_of_a_run_that_is_too_short(tmp_path: Path) -> None:
-    for steps, is_short in ((3, True), (8, False)):  # the second run resumes from step 3
+    # The second and the third run resume from steps 3 and 7.
+    for steps, is_short in ((3, True), (7, True), (12, False)):
         done = run_fsdp(
             tmp_path,
             f"max_steps={steps}",
@@ -260,8 +260,11 @@ def test_torch_profiler_warns_of_a_run_that_is_too_short(tmp_path: Path) -> None
         )
         warnings = [line for line in done.stdout.splitlines() if line.startswith("torch_profiler")]
         assert len(warnings) == is_short
-        assert all(line.endswith("torch_profiler_steps skips 4, 3 are left") for line in warnings)
+        left = {3: 3, 7: 4}.get(steps)
+        problem = f"torch_profiler_steps skips 4, {left} are left; use less"
+        assert all(problem in line for line in warnings)
         assert bool(traces(tmp_path)) != is_short
+        assert ("\ntraces: " in done.stdout) != is_short
 
 
 def test_torch_profiler_steps_are_traced(tmp_path: Path) -> None:
@@ -320,10 +323,9 @@ def test_memory_snapshot_after_out_of_memory(
     assert not gpu_memory.is_recording
 
 
-def test_memory_snapshot_needs_a_gpu(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError) as error,
-        profiling.record_memory(tmp_path / "snapshot"),
-    ):
-        pass
-    assert named_keys(error.value) >= {"memory_snapshot"}
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_memory_snapshot_without_a_gpu_is_refused_before_the_run(tmp_path: Path) -> None:
+    for arguments in (("--dry-run",), ()):
+        refused = run_fsdp(tmp_path, "memory_snapshot=true", *arguments, code=2)
+        assert "memory_snapshot: true needs a GPU; " in refused.stderr
+        assert not (tmp_path / "runs" / "test" / "metrics.jsonl").exists()

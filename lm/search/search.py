@@ -10,6 +10,7 @@ import copy
 import datetime
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -290,7 +291,8 @@ class Search:
         """Return the arguments that train from step 0 with all the hyperparameters of a trial."""
         trial = next(trial for trial in self.trials if trial.name == row.name)
         script = os.path.relpath(REPOSITORY / "fsdp.py")
-        command = ["python", "-m", "lm.launch", "--nproc", str(self.experiment.slots), script]
+        python = sys.orig_argv[0]  # as it was typed
+        command = [python, "-m", "lm.launch", "--nproc", str(self.experiment.slots), script]
         return [*command, "--config", str(trial.config), f"run_name={self.name}-best"]
 
 

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from lm.determined import private
 from lm.errors import ConfigError
+from lm.training.config import ProfilingConfig
 
 MAX_ALLOCATIONS = 100_000
 """Most recent allocations in a memory snapshot: tens of megabytes with their stacks."""
@@ -33,16 +34,16 @@ def run_core_api_profiler(
         private.join_profiler(profiler, timeout=10)
 
 
-@contextmanager
-def record_memory(path: Path) -> Iterator[None]:
-    """Record the allocations of the block, and write a snapshot to `path`, also after an error.
-
-    Raises:
-        ConfigError: there is no GPU.
-    """
-    if not torch.cuda.is_available():
+def check_memory_snapshot(config: ProfilingConfig) -> None:
+    """Raise ConfigError if snapshots of memory are asked for where they cannot be taken."""
+    if config.memory_snapshot and not torch.cuda.is_available():
         remedy = "to profile memory on a CPU use torch_profiler: true"
         raise ConfigError(f"memory_snapshot: true needs a GPU; {remedy}")
+
+
+@contextmanager
+def record_memory(path: Path) -> Iterator[None]:
+    """Record the allocations of the block, and write a snapshot to `path`, also after an error."""
     # PyTorch documents this function and `_dump_snapshot`, but has no public names for them.
     torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
     try:
@@ -69,13 +70,16 @@ def torch_profiler(
     wait, warmup, active = steps
     skipped = wait + warmup
     if skipped >= n_steps:
-        why = f"torch_profiler_steps skips {skipped}, {n_steps} are left"
+        remedy = "use less to wait and to warm up"
+        why = f"torch_profiler_steps skips {skipped}, {n_steps} are left; {remedy}"
         log(f"torch_profiler: no step is traced: {why}")
     write_trace = tensorboard_trace_handler(
         str(directory), worker_name=f"rank{rank}", use_gzip=True
     )
 
     def on_trace_ready(profiler: profile) -> None:
+        if skipped >= n_steps:  # it records what follows the last step, e.g. a checkpoint
+            return
         write_trace(profiler)
         log(f"traces: {directory}/rank*.pt.trace.json.gz")
 
