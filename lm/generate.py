@@ -151,7 +151,9 @@ def generate_continuations(
 
 
 def chat(model: AnyModel, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Answer each line of standard input; the oldest messages are dropped to leave room for it.
+    """Answer the prompt, or each line of standard input.
+
+    The oldest messages are dropped to leave room for an answer.
 
     Raises:
         ConfigError: there is no chat template, it rejects the messages, or a line is not UTF-8.
@@ -170,7 +172,8 @@ def chat(model: AnyModel, tokenizer: Tokenizer, args: argparse.Namespace) -> Non
         system.append({"role": "system", "content": args.system})
 
     history: list[dict[str, str]] = []  # messages of the user and the assistant in turns
-    for n, line in enumerate(read_lines()):
+    lines = read_lines() if args.prompt in (None, STDIN) else [args.prompt]
+    for n, line in enumerate(lines):
         history.append({"role": "user", "content": line})
         prompt = _encode_chat(tokenizer, [*system, *history])
         while len(prompt) > longest_prompt and len(history) > 1:
@@ -264,8 +267,6 @@ def read_prompts(prompt: str) -> list[str]:
         ConfigError: there is none, or the input is not UTF-8.
     """
     if prompt != STDIN:
-        if not prompt:
-            raise ConfigError("--prompt: is empty; it needs at least one character")
         return [prompt]
     try:
         text = sys.stdin.buffer.read().decode()
@@ -290,9 +291,8 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add = parser.add_argument
     checkpoint_help = "a checkpoint, a run or a Hugging Face model"
     add("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
-    mode.add_argument("--chat", action="store_true", help="answer each line of standard input")
+    add("--prompt", help="text to continue; - = standard input, one prompt per line")
+    add("--chat", action="store_true", help="answer the prompt, or each line of standard input")
     add("--system", metavar="TEXT", help="system message of the chat (none)")
     samples_help = "continuations of each prompt (%(default)s)"
     add("--samples", type=int, default=1, metavar="N", help=samples_help)
@@ -318,6 +318,12 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     args = parser.parse_args(arguments)
 
     problems: list[str] = []
+    if args.prompt is None and not args.chat:
+        problems.append(
+            "--prompt: is missing; write a text to continue, or --chat to ask for answers"
+        )
+    if args.prompt == "":
+        problems.append("--prompt: is empty; it needs at least one character")
     if not is_utf8(args.prompt or ""):
         problems.append("--prompt: is not UTF-8")
     if not is_utf8(args.system or ""):
@@ -327,7 +333,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     if args.samples < 1:
         problems.append(f"--samples: {args.samples} must be 1 or more")
     if args.samples != 1 and args.chat:
-        problems.append("--samples: requires --prompt")
+        problems.append("--samples: is not for --chat")
     if not all(args.stop):
         problems.append("--stop: is empty; it needs at least one character")
     if args.max_new_tokens is not None and args.max_new_tokens < 0:

@@ -63,7 +63,8 @@ def load_experiment(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     experiment, lines = parse_yaml(source, str(path))
     _refuse_misspelled(lines, str(path))
     if not isinstance(experiment, dict) or "hyperparameters" not in experiment:
-        raise ConfigError(f"{path}: hyperparameters: is missing; see config.yaml for an example")
+        remedy = "write the keys below it and indented, as recipes/quickstart.yaml does"
+        raise ConfigError(f"{path}: hyperparameters: is missing; {remedy}")
     return experiment, lines
 
 

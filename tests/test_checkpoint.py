@@ -157,6 +157,7 @@ def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> No
         (("tokenizer.json", "tokenizer_config.json"), "has tokenizer.json but no config.json"),
         (("model.safetensors", "tokenizer.json"), "has model.safetensors but no config.json"),
         (("model.gguf",), "has model.gguf but no config.json"),
+        (("adapter_model.safetensors",), "adapters of PEFT, without the model .* merge_and_unload"),
     ],
 )
 def test_locate_checkpoint_says_what_a_directory_is(
@@ -490,10 +491,10 @@ def test_checkpoint_verify_prints_complete_or_the_damaged_file(
 def test_checkpoint_list_refuses_another_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "one" / "checkpoints").mkdir(parents=True)
     for name, problem in (
         (".", "neither a checkpoint nor a run"),
-        ("runs", "neither a checkpoint nor a run"),
+        ("runs", f"has runs; name one of them, e.g. {tmp_path / 'runs' / 'one'}\n"),
         ("rums", f"No such file or directory; did you mean {tmp_path / 'runs'}?"),
     ):
         where = tmp_path / name

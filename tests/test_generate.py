@@ -220,15 +220,18 @@ def test_generate_flag_out_of_range_is_refused(
 
 def test_generate_exits_with_2_after_invalid_flags(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (
-        ["anywhere"],
         ["anywhere", "--prompt", "a", "--top-k", "many"],
         ["--prompt", "a"],
-        ["anywhere", "--chat", "--prompt", "a"],
     ):
         with pytest.raises(SystemExit) as stopped:
             generate.main(flags)
         assert stopped.value.code == 2
         assert "error: " in capsys.readouterr().err
+
+
+def test_generate_without_a_prompt_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["anywhere"]) == 2
+    assert "--prompt: is missing; " in capsys.readouterr().err
 
 
 def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
@@ -408,6 +411,7 @@ def test_chat_remembers_earlier_lines(
     how = (chat_run, "--chat", "--temperature", 0)
     feed(monkeypatch, b"hi\n\nhi\n")
     assert text_of(capsys, *how) == "ho\nto be\n"
+    assert text_of(capsys, *how, "--prompt", "hi") == "ho\n"
     feed(monkeypatch, b"hi")
     assert text_of(capsys, *how, "--system", "0", "--stop", "t") == "or no\n"
     feed(monkeypatch, b"hi\n" * 8)
@@ -475,7 +479,7 @@ def test_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFixt
     assert text.startswith("tokenizer: bytes: has no chat template")
     assert refusal(capsys, checkpoint, "--chat", "--samples", 2) == (
         2,
-        "--samples: requires --prompt",
+        "--samples: is not for --chat",
     )
 
 

@@ -140,7 +140,11 @@ def test_published_preferences_are_read(name: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no-preference": ({"prompt": "Q", "completion": "A"}, "chosen: is missing"),
     "one-reply": ({"prompt": "Q", "chosen": "A"}, "rejected: is missing"),
-    "empty": ({"prompt": "Q", "chosen": "", "rejected": "B"}, "chosen: is missing or empty"),
+    "another name": (
+        {"prompt": "Q", "accepted": "A", "rejected": "B"},
+        "chosen: is missing, and objective: dpo compares chosen with rejected; the line has",
+    ),
+    "empty": ({"prompt": "Q", "chosen": "", "rejected": "B"}, "chosen: is empty"),
     "empty-message": (
         {"prompt": chat("Q"), "chosen": "A", "rejected": chat("", start="assistant")},
         "rejected: the reply is empty",

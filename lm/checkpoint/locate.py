@@ -44,10 +44,16 @@ def locate_checkpoint(where: Path | str) -> PlainLocation:
         advice = "name the run or the checkpoint that it was exported from, or use transformers"
         raise ConfigError(f"{named}: {problem}; {advice}")
     of_model = [name for name in names if name.endswith((".gguf", ".safetensors", TOKENIZER_JSON))]
+    if "adapter_model.safetensors" in names:
+        problem = "adapters of PEFT, without the model that they were trained on"
+        advice = "name the run or the checkpoint of their training, or merge them with PEFT's"
+        raise ConfigError(f"{named}: {problem}; {advice} merge_and_unload")
     if of_model:
         problem = f"has {min(of_model)} but no {MODEL_CONFIG}"
         advice = "name a directory with all files of a Hugging Face model, or a checkpoint or a run"
         raise ConfigError(f"{named}: {problem}; {advice}")
+    if isinstance(named, DirectoryLocation) and (runs := sorted(named.path.glob("*/checkpoints"))):
+        raise ConfigError(f"{named}: has runs; name one of them, e.g. {runs[0].parent}")
     problem = "neither a checkpoint nor a run that has saved one"
     advice = f"name a directory that contains {MANIFEST} or checkpoints, or for init_from one"
     advice += f" with the {MODEL_CONFIG} of a Hugging Face model"

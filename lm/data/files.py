@@ -86,8 +86,9 @@ def check_path(where: str, key: str) -> None:
         raise ConfigError(f"{key}: {problem}; download them first, e.g. with {command}")
     parts = [part.strip("'\"") for part in re.split(r"[\s,]+", where.strip("[]"))]
     if "," in where or any(Path(part).exists() for part in parts):
-        several = "several files are a directory or a glob, e.g. 'DIRECTORY/*.txt'"
-        several += ", several directories of token files {A: 1, B: 1}"
+        suffix = Path(parts[0]).suffix or ".txt"
+        several = f"several files are a directory or a glob, e.g. 'DIRECTORY/*{suffix}'"
+        several += "; with dataset: tokens, several directories are {A: 1, B: 1}"
         raise ConfigError(f"{key}: no file found at {where!r}; {several}")
     if "$" in where:
         expanded = os.path.expandvars(where)

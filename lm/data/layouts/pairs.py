@@ -71,8 +71,11 @@ def _read_reply(values: Mapping[str, Any], key: str) -> Any:
     if isinstance(messages, dict):  # one, as in ShareGPT
         messages = [messages]
     if not reply:
-        problem = "is missing or empty, and objective: dpo compares chosen with rejected"
-        raise ConfigError(f"{key}: {problem}; add the reply, or remove the line")
+        problem = f"is {'empty' if key in values else 'missing'}"
+        problem += ", and objective: dpo compares chosen with rejected"
+        if key not in values:
+            problem += f"; the line has the keys: {', '.join(values)}"
+        raise ConfigError(f"{key}: {problem}; name or add the reply, or remove the line")
     if messages and isinstance(messages, list) and all(map(is_turn, messages)):
         return messages
     if isinstance(reply, str):
