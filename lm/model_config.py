@@ -211,7 +211,13 @@ class ModelConfig(Config, frozen=True):
         le=2**24,
         description="longest sequence; the length in training (tokens)",
         json_schema_extra={
-            "aliases": ["seq_len", "block_size", "max_length", "max_position_embeddings"]
+            "aliases": [
+                "seq_len",
+                "block_size",
+                "max_length",
+                "max_position_embeddings",
+                "cutoff_len",
+            ]
         },
     )
     n_kv_heads: Fixed[int | None] = Field(

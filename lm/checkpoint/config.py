@@ -14,7 +14,7 @@ class CheckpointConfig(Config, frozen=True):
         50,
         gt=0,
         description="steps between checkpoints; one more after the last step",
-        json_schema_extra={"aliases": ["save_steps", "save_interval"]},
+        json_schema_extra={"aliases": ["save_steps", "save_interval", "save_strategy"]},
     )
     keep_checkpoints: Logged[int | None] = Field(
         2,
@@ -36,7 +36,7 @@ class CheckpointConfig(Config, frozen=True):
         "auto",
         description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL"
         " of a checkpoint or run",
-        json_schema_extra={"aliases": ["resume_from_checkpoint"]},
+        json_schema_extra={"aliases": ["resume_from_checkpoint", "overwrite_output_dir"]},
     )
     init_from: Logged[str | None] = Field(
         None,

@@ -45,7 +45,7 @@ class DataConfig(Config, frozen=True):
         " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
         " null = `validation`",
         json_schema_extra={
-            "aliases": ["val_split", "eval_data", "validation_split", "validation_file"]
+            "aliases": ["val_split", "eval_data", "validation_split", "validation_file", "val_size"]
         },
     )
     tokenizer: OfFiles[Fixed[str | None]] = Field(
@@ -60,7 +60,11 @@ class DataConfig(Config, frozen=True):
         "all",
         description="tokens that are targets (jsonl)",
         json_schema_extra={
-            "aliases": ["completion_only_loss", "assistant_only_loss", "train_on_inputs"]
+            "aliases": ["completion_only_loss", "assistant_only_loss", "train_on_inputs"],
+            "meanings": {
+                "assistant": "did you mean completion?",
+                "true": "did you mean completion?",
+            },
         },
     )
     chat_template: OfJsonLines[Fixed[str | None]] = Field(

@@ -24,7 +24,7 @@ class MetricsConfig(Config, frozen=True):
         None,
         gt=0,
         description="steps between validations; null = report_rate",
-        json_schema_extra={"aliases": ["eval_steps", "eval_interval"]},
+        json_schema_extra={"aliases": ["eval_steps", "eval_interval", "eval_strategy"]},
     )
     sample_rate: Unlogged[int | None] = Field(
         None,
@@ -38,6 +38,9 @@ class MetricsConfig(Config, frozen=True):
         " ends the run",
         json_schema_extra={
             "aliases": ["report_to", "wandb", "wandb_project"],
-            "meanings": {"tensorboard": "its files are always written, `make board` shows them"},
+            "meanings": {
+                "tensorboard": "its files are always written, `make board` shows them",
+                "all": "name them",
+            },
         },
     )

@@ -23,6 +23,17 @@ class ObjectiveConfig(Config, frozen=True):
         "next-token",
         description="dpo = from pairs of replies, which one is preferred: JSON Lines with prompt,"
         " chosen and rejected; relative to the weights of init_from",
+        json_schema_extra={
+            "aliases": ["stage"],
+            "meanings": {
+                "grpo": "no other is supported",
+                "kto": "no other is supported",
+                "orpo": "no other is supported",
+                "ppo": "no other is supported",
+                "sft": "did you mean next-token?",
+                "simpo": "no other is supported",
+            },
+        },
     )
     dpo_beta: OfPairs[Varied[Fixed[float]]] = Field(
         0.1,

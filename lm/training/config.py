@@ -41,7 +41,7 @@ class LoraConfig(Config, frozen=True):
         None,
         gt=0,
         description="rank of the adapters; null = train all weights",
-        json_schema_extra={"aliases": ["lora_r"]},
+        json_schema_extra={"aliases": ["lora_r", "r", "finetuning_type"]},
     )
     lora_alpha: OfAdapters[Fixed[float]] = Field(
         16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
@@ -56,13 +56,16 @@ class LoraConfig(Config, frozen=True):
         None,
         min_length=1,
         description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
-        json_schema_extra={"aliases": ["target_modules", "lora_target_modules"]},
+        json_schema_extra={
+            "aliases": ["target_modules", "lora_target_modules"],
+            "meanings": {"alllinear": "did you mean null?"},
+        },
     )
     base_dtype: OfAdapters[Fixed[Literal["nf4"] | None]] = Field(
         None,
         description="dtype of the blocks' frozen matrices; nf4 = 4.5 bits a weight, as in QLoRA;"
         " null = the compute dtype",
-        json_schema_extra={"aliases": ["load_in_4bit", "bnb_4bit_quant_type"]},
+        json_schema_extra={"aliases": ["load_in_4bit", "bnb_4bit_quant_type", "quantization_bit"]},
     )
 
     @property
@@ -350,7 +353,7 @@ class ParallelConfig(Config, frozen=True):
         "full-shard",
         description="sharding of parameters, gradients and optimizer state over ranks",
         json_schema_extra={
-            "aliases": ["sharding_strategy", "fsdp", "zero_stage"],
+            "aliases": ["sharding_strategy", "fsdp", "zero_stage", "deepspeed"],
             "meanings": {
                 "ddp": "did you mean no-shard?",
                 "fsdp": "did you mean full-shard?",
