@@ -1,19 +1,19 @@
 """Command: generate text from a checkpoint, which holds the model and its tokenizer.
 
     python -m lm.generate CHECKPOINT --prompt TEXT [--samples N] [--batch-size B]
-    python -m lm.generate CHECKPOINT --chat [--system TEXT]
+    python -m lm.generate CHECKPOINT --chat [--prompt TEXT] [--system TEXT]
 
 Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--min-p P]
 [--repetition-penalty R] [--seed S] [--stop TEXT] [--base DIRECTORY] [--dtype DTYPE].
 
 If --prompt is -, prompts are read from standard input, one per line, and continued in batches with
-the same results as one by one. --chat answers each line of standard input with the tokenizer's chat
-template: Ctrl-C ends an answer, the end of the input ends the chat. A text ends at the tokenizer's
-end of text, at a token of generation_config.json or before the TEXT of --stop, an answer also at
-the template's end of turn. CHECKPOINT is the directory or URL of a checkpoint, written by any
-number of ranks, or of a run, which means its newest, or a Hugging Face model, as a directory or
-OWNER/MODEL. It is loaded into one process, on a GPU if one is available. LoRA adapters are merged
-into their base, which is read from where it was in training, or from DIRECTORY.
+the same results as one by one. --chat answers the prompt, or each line of standard input, with the
+tokenizer's chat template: Ctrl-C ends an answer, the end of the input ends the chat. A text ends at
+the tokenizer's end of text, at a token of generation_config.json or before the TEXT of --stop, an
+answer also at the template's end of turn. CHECKPOINT is the directory or URL of a checkpoint,
+written by any number of ranks, or of a run, which means its newest, or a Hugging Face model, as a
+directory or OWNER/MODEL. It is loaded into one process, on a GPU if one is available. LoRA adapters
+are merged into their base, which is read from where it was in training, or from DIRECTORY.
 """
 
 from __future__ import annotations

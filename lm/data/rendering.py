@@ -157,14 +157,7 @@ class RecordRenderer:
         n_prompt = len(messages) - len(record[keys[-1]])
         learned = [i for i in replies if i >= n_prompt]
         if self.completion_only and not learned:
-            roles = {str(message["role"]) for message in messages[n_prompt:]}
-            shown = ", ".join(sorted(roles))
-            problem = f"none of the assistant, only of {shown}, and loss_on: completion learns"
-            problem += " only from the assistant's"
-            advice = "remove the line, or set loss_on: all"
-            if not roles <= _OTHER_ROLES:
-                advice = "rename the roles to system, user and assistant"
-            raise ConfigError(f"{keys[-1]}: {problem}; {advice}")
+            raise ConfigError(f"{keys[-1]}: {_explain_no_reply(messages[n_prompt:])}")
         if any(_is_empty_reply(messages[i]) for i in learned):
             self._note_empty_reply()
         rendered = self.tokenizer.render(messages, tools=tools)
@@ -334,6 +327,17 @@ def describe_template(tokenizer: Tokenizer) -> dict[str, Any]:
         date = tokenizer.date or datetime.date.today()
         described["date"] = date.isoformat()
     return described
+
+
+def _explain_no_reply(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return why nothing of messages is learned of which none is the assistant's."""
+    roles = {str(message["role"]) for message in messages}
+    problem = f"none of the assistant, only of {', '.join(sorted(roles))}"
+    problem += ", and loss_on: completion learns only from the assistant's"
+    remedy = "remove the line, or set loss_on: all"
+    if not roles <= _OTHER_ROLES:
+        remedy = "rename the roles to system, user and assistant"
+    return f"{problem}; {remedy}"
 
 
 def _is_empty_reply(message: Mapping[str, Any]) -> bool:
