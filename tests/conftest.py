@@ -8,19 +8,22 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 # The models are too small for more threads, and the cores belong to many ranks.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import hypothesis
 import pytest
 
-# Its bounds on the time of an example and of drawing it are of a machine that does nothing else.
-hypothesis.settings.register_profile(
-    "no_clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("no_clock")
+with suppress(ImportError):  # where only the tests of GPUs are run, which need no Hypothesis
+    import hypothesis
+
+    # Its bounds on the time of an example and of drawing it are of an idle machine.
+    hypothesis.settings.register_profile(
+        "no_clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("no_clock")
 
 # A shell's background job ignores SIGINT, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
