@@ -285,7 +285,7 @@ def test_plan_says_from_how_many_tokens_collectives_are_hidden(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--gpu", "v100"], "--gpu: v100 .*h100, h200, b200, a100-80.* or --memory GIB$"),
+        (["--gpu", "h110"], "--gpu: h110 .*h100, h200, b200, a100-80.* or --memory GIB$"),
         (["--gpu", "A100"], ".*did you mean a100-80 or a100-40"),
         (["--gpu", "H100-80GB"], ".*did you mean h100"),
         (["--gpus", "0"], "--gpus: 0 "),

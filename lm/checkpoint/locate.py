@@ -43,11 +43,11 @@ def locate_checkpoint(where: Path | str) -> PlainLocation:
         problem = "a Hugging Face model, not a checkpoint of a run"
         advice = "name the run or the checkpoint that it was exported from, or use transformers"
         raise ConfigError(f"{named}: {problem}; {advice}")
-    of_model = [name for name in names if name.endswith((".gguf", ".safetensors", TOKENIZER_JSON))]
     if "adapter_model.safetensors" in names:
         problem = "adapters of PEFT, without the model that they were trained on"
         advice = "name the run or the checkpoint of their training, or merge them with PEFT's"
         raise ConfigError(f"{named}: {problem}; {advice} merge_and_unload")
+    of_model = [name for name in names if name.endswith((".gguf", ".safetensors", TOKENIZER_JSON))]
     if of_model:
         problem = f"has {min(of_model)} but no {MODEL_CONFIG}"
         advice = "name a directory with all files of a Hugging Face model, or a checkpoint or a run"

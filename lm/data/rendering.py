@@ -166,10 +166,11 @@ class RecordRenderer:
         if not self.completion_only:
             return RenderedRecord(chat.text, None, is_chat=True)
         self._check_end_of_turn(tools)
+        is_one_target = "completion" in keys and len(learned) == len(record["completion"])
         is_target = [weights[i] != 0 and i >= n_prompt for i in replies]
         if rendered.reply_spans is not None:
             spans = _select_replies(rendered.reply_spans, is_target)
-        elif "completion" in keys and len(learned) == len(messages) - n_prompt:
+        elif is_one_target:
             spans = [self._locate_messages(chat, n_prompt, len(messages))]
         else:
             targets = itertools.compress(replies, is_target)

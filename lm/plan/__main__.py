@@ -89,11 +89,10 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             problems.append(f"{option}: {value:g} must be finite and above 0")
     if problems:
         raise ConfigError(*problems)
-    args.card = card
+    args.card = "GPU"
     if args.memory is None:
+        args.card = card
         args.memory = CARDS[card]
-    else:
-        args.card = "GPU"
     return args
 
 
@@ -105,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from lm.plan.describe import describe_plan  # imports PyTorch, which takes seconds
 
-    plan, fits = describe_plan(args)
-    print(plan)
-    return 0 if fits else 2
+    plan = describe_plan(args)
+    print(plan.text)
+    return 0 if plan.fits else 2
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -141,8 +141,15 @@ def _describe_traffic(hp: Hyperparameters, n_shards: int, flops_per_token: float
     )
 
 
-def describe_plan(args: argparse.Namespace) -> tuple[str, bool]:
-    """Return what the command prints, and whether the step fits.
+class Plan(NamedTuple):
+    """What the command prints, and whether the step fits."""
+
+    text: str
+    fits: bool
+
+
+def describe_plan(args: argparse.Namespace) -> Plan:
+    """Return the plan of the step that the command line asks for.
 
     Raises:
         ConfigError: the experiment file is wrong, or no such run can be planned.
@@ -173,7 +180,7 @@ def describe_plan(args: argparse.Namespace) -> tuple[str, bool]:
             "largest_batch_size": largest,
             "total_batch_size": hp.data.total_batch_size,
         }
-        return json.dumps(values), need.fits
+        return Plan(json.dumps(values), need.fits)
     lines += [*need.describe(), ""]
     usable = f"{USABLE:.0%} of the memory of one {args.card}, {format_bytes(USABLE * ranks.memory)}"
     if need.fits:
@@ -182,4 +189,4 @@ def describe_plan(args: argparse.Namespace) -> tuple[str, bool]:
         lines += [f"does not fit into {usable}", *fit.list_remedies(hp, ranks)]
     limit = " or more" if largest == fit.LARGEST_BATCH_SIZE else ""
     lines.append(f"largest batch_size that fits without accumulation: {largest:,}{limit}")
-    return "\n".join(lines), need.fits
+    return Plan("\n".join(lines), need.fits)

@@ -119,10 +119,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _sort_by_use(self, func: Any, args: Any, kwargs: Any) -> None:
         """Move the operands of FSDP's operators to the part that they belong to."""
-        if func is torch.ops.aten.copy_.default and self._phase != OPTIMIZER:
-            target, source = args[:2]  # of gradients, where one rank has nothing to reduce
-            if self._part_of(source) == GRADIENTS:
-                self._move(target.untyped_storage()._cdata, self._part_of_shards)
+        if func is torch.ops.aten.copy_.default:
+            self._follow_copy(*args[:2])
             return
         if func.namespace not in ("fsdp", "c10d"):
             return
@@ -140,8 +138,11 @@ class LiveBytes(TorchDispatchMode):
         for operand in operands:
             self._move(operand.untyped_storage()._cdata, part)
 
-    def _part_of(self, tensor: Tensor) -> str | None:
-        return self._parts.get(tensor.untyped_storage()._cdata)
+    def _follow_copy(self, target: Tensor, source: Tensor) -> None:
+        """Move what gradients are copied to, which FSDP does where no rank scatters them."""
+        part = self._parts.get(source.untyped_storage()._cdata)
+        if part == GRADIENTS and self._phase != OPTIMIZER:
+            self._move(target.untyped_storage()._cdata, self._part_of_shards)
 
     def _move(self, key: int, part: str) -> None:
         if self._parts[key] == ACTIVATIONS:

@@ -69,7 +69,8 @@ def torch_profiler(
     """
     wait, warmup, active = steps
     skipped = wait + warmup
-    if skipped >= n_steps:
+    traces_nothing = skipped >= n_steps
+    if traces_nothing:
         remedy = "use less to wait and to warm up"
         why = f"torch_profiler_steps skips {skipped}, {n_steps} are left; {remedy}"
         log(f"torch_profiler: no step is traced: {why}")
@@ -78,7 +79,7 @@ def torch_profiler(
     )
 
     def on_trace_ready(profiler: profile) -> None:
-        if skipped >= n_steps:  # it records what follows the last step, e.g. a checkpoint
+        if traces_nothing:  # it has recorded what follows the last step, e.g. a checkpoint
             return
         write_trace(profiler)
         log(f"traces: {directory}/rank*.pt.trace.json.gz")

@@ -59,17 +59,7 @@ class TurnReader:
         if "role" not in message:
             message["role"] = message.pop("from", None)
         message["role"] = self._rename(message["role"], place, is_from="role" not in turn)
-        for key in _LEARNED:
-            is_learned = message.pop(key, True)
-            if is_learned not in (True, False):  # also 1 and 0
-                problem = f"{key} is {json.dumps(is_learned)[:60]}"
-                raise ConfigError(f"{place}: {problem}; it must be true or false")
-            if not is_learned:
-                message["weight"] = 0
-        for key in _MASKS:
-            if not is_empty(message.get(key)):
-                remedy = "write weight: 0 in messages that are not learned, and remove it"
-                raise ConfigError(f"{place}: {key} is not read; {remedy}")
+        _read_marks(message, place)
         if "content" not in message and "value" in message:
             message["content"] = message.pop("value")
         if "tool_calls" in message:
@@ -104,6 +94,21 @@ class TurnReader:
 
     def _is_in_template(self, pattern: str) -> bool:
         return re.search(pattern, self.template or "") is not None
+
+
+def _read_marks(message: dict[str, Any], place: str) -> None:
+    """Give a message that is marked as not learned the weight 0; refuse marks that are not read."""
+    for key in _LEARNED:
+        is_learned = message.pop(key, True)
+        if is_learned not in (True, False):  # also 1 and 0
+            problem = f"{key} is {json.dumps(is_learned)[:60]}"
+            raise ConfigError(f"{place}: {problem}; it must be true or false")
+        if not is_learned:
+            message["weight"] = 0
+    for key in _MASKS:
+        if not is_empty(message.get(key)):
+            remedy = "write weight: 0 in messages that are not learned, and remove it"
+            raise ConfigError(f"{place}: {key} is not read; {remedy}")
 
 
 def is_turn(turn: Any) -> bool:
