@@ -64,8 +64,8 @@ fuzz: $(DEV) ## Load COUNT=500 checkpoints changed at random, with matching chec
 sweep: $(DEV) ## Fail up to COUNT=500 file operations of each command with each error, then rerun it.
 	@$(BIN)/python -m tests.sweep --count $(COUNT) $(ARGS)
 
-bench: $(DEV) ## Measure speed and memory next to reference loops. ARGS="--sweep ... key=value ..."
-	@$(BIN)/python -m benchmarks.throughput $(ARGS)
+bench: $(DEV) ## Measure work next to what else does it. ARGS="--only generation"
+	@$(BIN)/python -m benchmarks.table $(ARGS)
 
 board: $(RUN) ## Serve TensorBoard over runs/ on 127.0.0.1. PORT=6006
 	@$(BIN)/python -c 'import torch_tb_profiler' 2> /dev/null || $(if $(RUN),$(PIP) torch-tb-profiler,true)

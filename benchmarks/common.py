@@ -9,7 +9,6 @@ import statistics
 import sys
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,20 +35,6 @@ class Interval(NamedTuple):
 
     start: float
     end: float
-
-
-@dataclass
-class TensorBytes:
-    """Bytes of tensors on a rank; `benchmarks/tensors.py` measures them."""
-
-    parameters: int = 0
-    """of the shards when the optimizer step starts, as those of gradients and moments"""
-    gradients: int = 0
-    moments: int = 0
-    gathered: int = 0
-    """peak of unsharded parameters and all-gather buffers"""
-    transient: list[int] = field(default_factory=list)
-    """peak of each step, in addition to parameters and moments"""
 
 
 def launch_command(processes: int, script: str, *arguments: str) -> list[str]:

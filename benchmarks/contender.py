@@ -1,19 +1,14 @@
-"""One rank of a contender of `benchmarks.throughput` or `.table`: works on command, takes the time.
+"""One rank of a contender of `benchmarks.table`: works on command, and takes the time.
 
     python -m lm.launch benchmarks/contender.py NAME FILE [key=value ...]
 
-Rank 0 reads a command per line from standard input, and answers each with `MARK` and a line of
-JSON: `run N` takes N steps, `profile N FILE` measures the peak FLOP/s and takes N steps under the
-profiler. The end of the input ends all ranks. The first step needs no command. A step trains, or
-loads a checkpoint, or generates texts.
+Rank 0 reads a number of steps per line from standard input, and answers each with `MARK` and their
+seconds. The end of the input ends all ranks. The first step needs no command. A step trains, or
+loads a checkpoint, or generates a text.
 """
-
-# torchtitan is no dependency:
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -36,10 +31,9 @@ from lm.config.reading import load_hyperparameters  # noqa: E402
 from lm.data.config import derive_global_batch_size  # noqa: E402
 from lm.hf import adapters  # noqa: E402
 from lm.launch.launch import Launch  # noqa: E402
-from lm.metrics.device import peak_flops, peak_memory_gib  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
 from lm.runtime.world import MeshShape, World  # noqa: E402
-from lm.training.precision import best_dtype, compute_dtype  # noqa: E402
+from lm.training.precision import compute_dtype  # noqa: E402
 from model import Block, Transformer  # noqa: E402
 
 
@@ -48,81 +42,36 @@ class Pacer:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._steps = 1  # of the command
-        self._left = 1  # of these, not started
+        self._steps_left = 1
+        """of the command, not started"""
         self._start_time = time.perf_counter()
-        self._profiler: torch.profiler.profile | None = None
-        self._trace = ""
-        self._peak_flops: float | None = None
 
     def __call__(self, _step: int) -> None:
-        if self._left:
-            self._left -= 1
-            return
-        self._answer()
-        command = self._receive_command()
-        if not command:
-            sys.stdout.flush()
-            os._exit(0)
-        self._steps = int(command[1])
-        self._left = self._steps - 1
-        if command[0] == "profile":
-            self._trace = command[2]
-            self._peak_flops = _find_peak_flops(self._world)
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        self._start_time = time.perf_counter()
+        if self._steps_left == 0:
+            self._answer()
+            self._steps_left = self._receive_command()
+            self._start_time = time.perf_counter()
+        self._steps_left -= 1
 
     def _answer(self) -> None:
-        """Print what was measured since the last command."""
+        """Print the seconds since the last command."""
         device = self._world.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        answer: dict[str, Any] = {
-            "seconds": time.perf_counter() - self._start_time,
-            "steps": self._steps,
-            "peak_flops": self._peak_flops,
-        }
-        if self._profiler is not None:
-            self._profiler.stop()
-            if self._world.rank == 0:
-                self._profiler.export_chrome_trace(self._trace)
-            self._profiler = None
-        answer["peak_gib"] = max(self._world.all_gather_object(peak_memory_gib(device)))
+        self._world.all_gather_object(None)  # all ranks have taken the steps
         if self._world.rank == 0:
-            print(MARK + json.dumps(answer), flush=True)
+            print(f"{MARK}{time.perf_counter() - self._start_time}", flush=True)
 
-    def _receive_command(self) -> list[str]:
-        """Return the words of the line that rank 0 reads; none at the end of its input."""
-        words: list[str] = []
+    def _receive_command(self) -> int:
+        """Return the number of steps that rank 0 reads; end the process at the end of its input."""
+        line = ""
         if self._world.rank == 0:
-            words = sys.stdin.readline().split()
-        return self._world.all_gather_object(words)[0]
-
-
-def _find_peak_flops(world: World) -> float | None:
-    """Return the peak of all ranks: in bfloat16 from data sheets (GPUs), or measured (CPU).
-
-    A CPU's is that of the fastest dtype: without instructions for bfloat16, a product in it takes
-    minutes.
-    """
-    if world.device.type == "cuda":
-        peak = peak_flops(world.device, torch.bfloat16)
-        if peak is None:
-            return None
-        return peak * world.size
-    size = 2048
-    dtype = best_dtype(world.device) or torch.float32
-    a = torch.randn(size, size).to(dtype)
-    b = torch.randn(size, size).to(dtype)
-    seconds: list[float] = []
-    for _ in range(20):
-        world.all_gather_object(None)
-        start = time.perf_counter()
-        torch.mm(a, b)
-        seconds.append(time.perf_counter() - start)
-    flops = 2 * size**3  # a multiplication and an addition of each
-    return sum(world.all_gather_object(flops / min(seconds)))
+            line = sys.stdin.readline()
+        line = self._world.all_gather_object(line)[0]
+        if not line:
+            sys.stdout.flush()
+            os._exit(0)
+        return int(line)
 
 
 def train_ours(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
@@ -147,8 +96,8 @@ def train_ours(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
         fsdp.execute(job, world, context, store, StepObserver(world, pacer))
 
 
-def train_fsdp1(world: World, hp: Hyperparameters, pacer: Pacer, dtype: torch.dtype | None) -> None:
-    """Train our model with FSDP1, transformer_auto_wrap_policy, autocast and AdamW."""
+def train_fsdp1(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
+    """Train our model with FSDP1, transformer_auto_wrap_policy and AdamW."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -161,10 +110,8 @@ def train_fsdp1(world: World, hp: Hyperparameters, pacer: Pacer, dtype: torch.dt
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=hp.optim.lr)
     for inputs, targets in _batches(world, hp, pacer):
-        with torch.autocast(world.device.type, dtype=dtype, enabled=dtype is not None):
-            logits = model(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
+        logits = model(inputs)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -238,69 +185,6 @@ def train_transformers(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=hp.optim.lr)
     for inputs, targets in _batches(world, hp, pacer):
         model(input_ids=inputs, labels=targets, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def convert_to_llama(hp: Hyperparameters) -> Hyperparameters:
-    """Return Llama's architecture with the width, depth and vocabulary of `hp`."""
-    if hp.own_model.positions == "rope":
-        return hp
-    llama = {"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
-    return hp.replace(**llama)
-
-
-def train_torchtitan(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
-    """Train torchtitan's Llama in bfloat16, compiled, sharded and clipped by torchtitan."""
-    from torch.distributed.fsdp import FSDPModule
-    from torchtitan.components.loss import build_cross_entropy_loss
-    from torchtitan.config import JobConfig
-    from torchtitan.distributed import ParallelDims, parallel_dims, utils
-    from torchtitan.models.llama3 import Transformer as Llama
-    from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
-
-    if hp.own_model.tie_embeddings or hp.own_model.sliding_window or hp.own_model.dropout:
-        keys = "tie_embeddings, sliding_window and dropout"
-        sys.exit(f"torchtitan's Llama does not support {keys}")
-    # torchtitan's width is 2/3 of ffn_dim_multiplier x 4 dim, rounded up to multiple_of.
-    width = convert_to_llama(hp).own_model.ffn_width
-    shape = TransformerModelArgs(
-        dim=hp.own_model.d_model,
-        n_layers=hp.own_model.n_layers,
-        n_heads=hp.own_model.n_heads,
-        n_kv_heads=hp.own_model.kv_heads,
-        vocab_size=hp.model.vocab_size,
-        max_seq_len=hp.model.max_seq_len,
-        ffn_dim_multiplier=width / (4 * hp.own_model.d_model),
-        multiple_of=width,
-    )
-    job = JobConfig()
-    job.compile.enable = True
-    job.activation_checkpoint.mode = "none"
-    job.training.seq_len = hp.model.max_seq_len
-    parallel_dims.device_type = world.device.type  # default: CUDA
-    dims = ParallelDims(
-        dp_replicate=1, dp_shard=world.size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world.size
-    )
-    with torch.device("meta"):
-        model = Llama(shape)
-    parallelize_llama(model, dims, job)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # gloo has no averaging reduction
-            module.set_force_sum_reduction_for_comms(world.device.type == "cpu")
-    model.to_empty(device=world.device)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    measure = build_cross_entropy_loss(job)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=hp.optim.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    precision = utils.maybe_enable_amp(dims, job.training.mixed_precision_param, world.device.type)
-    for inputs, targets in _batches(world, hp, pacer):
-        with precision:
-            loss = measure(model(inputs), targets) / targets.numel()
-        loss.backward()
-        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -387,30 +271,30 @@ def load(world: World, hp: Hyperparameters, pacer: Pacer, *, with_dcp: bool) -> 
 
 
 def generate(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
-    """Continue `batch_size` prompts by `num_tokens` greedy tokens each."""
+    """Continue a prompt by `num_tokens` greedy tokens."""
     from lm import sampling
 
     torch.manual_seed(0)
     model = Transformer(hp.own_model).to(world.device)
-    prompts = _make_prompts(hp).tolist()
+    prompt = _make_prompt(hp)
     while True:
         pacer(0)
-        steps = sampling.generate_batch(
+        tokens = sampling.generate(
             model,
-            prompts,
+            prompt.tolist(),
             hp.run.num_tokens,
             device=world.device,
-            seeds=range(len(prompts)),
+            seed=0,
             settings=sampling.Sampling(temperature=0),
         )
-        for _ in steps:
+        for _ in tokens:
             pass
 
 
 def generate_with_transformers(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
-    """Continue as many prompts by as many greedy tokens with transformers."""
+    """Continue the prompt by as many greedy tokens with transformers."""
     model = build_of_transformers(hp).to(world.device).eval()
-    prompts = _make_prompts(hp).to(world.device)
+    prompts = _make_prompt(hp)[None].to(world.device)
     while True:
         pacer(0)
         model.generate(
@@ -423,19 +307,17 @@ def generate_with_transformers(world: World, hp: Hyperparameters, pacer: Pacer) 
         )
 
 
-def _make_prompts(hp: Hyperparameters) -> torch.Tensor:
-    """Return prompts of 32 random tokens."""
-    return torch.randint(hp.model.vocab_size, (hp.data.batch_size, 32))
+def _make_prompt(hp: Hyperparameters) -> torch.Tensor:
+    """Return 32 random tokens, `(32,)`."""
+    return torch.randint(hp.model.vocab_size, (32,))
 
 
 TRAINERS: dict[str, Callable[[World, Hyperparameters, Pacer], None]] = {
     "ours": train_ours,
-    "fsdp1-float32": partial(train_fsdp1, dtype=None),
-    "fsdp1-bfloat16": partial(train_fsdp1, dtype=torch.bfloat16),
+    "fsdp1": train_fsdp1,
     "loop-fsdp2": partial(train_loop, distribute=shard_fully),
     "loop-ddp": partial(train_loop, distribute=replicate),
     "transformers": train_transformers,
-    "torchtitan": train_torchtitan,
     "trl": fine_tune_with_trl,
     "load": partial(load, with_dcp=False),
     "load-dcp": partial(load, with_dcp=True),

@@ -5,6 +5,11 @@
 Each row has two contenders of `benchmarks.contender`, each in its own processes, that do the same
 work in turns. `times as fast` is the median over the rounds of their time over ours, with the
 lowest and the highest. The packed row counts records: of ours, a step has several per sequence.
+
+Contenders: `ours`, fsdp.py, where `ours+key=value` changes hyperparameters; `loop-fsdp2` and
+`loop-ddp`, our model in the loop of a tutorial; `fsdp1`, FullyShardedDataParallel; `transformers`,
+Hugging Face's model with FSDP2; `trl`, its trainer with PEFT; `load`, a checkpoint as a run loads
+it, and `load-dcp`, with torch.distributed.checkpoint; `generate` and `generate-transformers`.
 """
 
 from __future__ import annotations
@@ -13,15 +18,16 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import REPOSITORY, format_spread
-from benchmarks.throughput import Contender, EndedError
+from benchmarks.common import REPOSITORY, format_spread, launch_command, make_environment
+from benchmarks.contender import MARK
 from lm.config.reading import load_hyperparameters
 from lm.data.run_data import open_data
 from lm.hf import adapters
@@ -30,6 +36,69 @@ from lm.launch.spawn import default_n_ranks
 N_RECORDS = 512
 MEDIUM = {"d_model": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 512, "vocab_size": 8192}
 MEDIUM |= {"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
+
+
+ENDLESS = ["max_steps=1000000000", "checkpoint_rate=1000000000", "validation_rate=1000000000"]
+
+
+class EndedError(Exception):
+    """The processes of a contender exited, most often out of memory."""
+
+
+class Contender:
+    """The processes of one contender, which work on command.
+
+    Raises:
+        EndedError: of all methods.
+    """
+
+    def __init__(self, name: str, file: Path, overrides: Sequence[str], n_ranks: int) -> None:
+        kind, *changes = name.split("+")
+        self._directory = tempfile.TemporaryDirectory()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        settings = [*ENDLESS, "report_rate=2", *overrides, *changes]
+        arguments = [kind, str(file.absolute()), *settings]
+        self._process = subprocess.Popen(
+            launch_command(n_ranks, "benchmarks/contender.py", *arguments),
+            cwd=self._directory.name,
+            env=make_environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        try:
+            self._read_seconds()  # of the first step
+        except EndedError:
+            self.close()
+            raise
+
+    def _read_seconds(self) -> float:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return float(line.removeprefix(MARK))
+        self._errors.seek(0)
+        raise EndedError("".join(self._errors.readlines()[-5:]))
+
+    def run(self, n_steps: int) -> float:
+        """Take `n_steps` steps. Return the seconds that one took."""
+        assert self._process.stdin is not None
+        try:
+            print(n_steps, file=self._process.stdin, flush=True)
+        except OSError as error:
+            raise EndedError(str(error)) from None
+        return self._read_seconds() / n_steps
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # already exited
+            self._process.stdin.close()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
+        self._directory.cleanup()
 
 
 @dataclass(frozen=True)
@@ -65,7 +134,7 @@ def make_rows(folder: Path) -> list[Row]:
     medium = _write_config(folder / "medium.yaml", MEDIUM)
     chats = _write_chats(folder)
     step = "a step of quickstart.yaml"
-    rows = [
+    return [
         Row(f"{step}, sharded", "ours", "loop-fsdp2", quickstart, plain, n_ranks, 10),
         Row(
             f"{step}, replicated",
@@ -77,16 +146,12 @@ def make_rows(folder: Path) -> list[Row]:
             10,
         ),
         Row("a step of config.yaml", "ours", "transformers", shipped, (), n_ranks),
-        Row("the same, compiled", "ours+compile=true", "fsdp1-float32", shipped, (), n_ranks),
+        Row("the same, compiled", "ours+compile=true", "fsdp1", shipped, (), n_ranks),
         Row("LoRA, a record a row", "ours+packing=false", "trl", chats, (), 1, 1),
         Row("LoRA, packed", "ours", "trl", chats, (), 1, 1, _records_per_sequence(chats)),
         Row("loading a checkpoint", "load", "load-dcp", medium, (), n_ranks),
+        Row("generation", "generate", "generate-transformers", medium),
     ]
-    for n_texts in (1, 8):
-        work = f"generation, batch {n_texts}"
-        settings = [f"batch_size={n_texts}"]
-        rows.append(Row(work, "generate", "generate-transformers", medium, settings))
-    return rows
 
 
 def _write_config(file: Path, hyperparameters: Mapping[str, object]) -> Path:
@@ -152,9 +217,9 @@ def measure(row: Row, n_rounds: int) -> Times:
     ):
         for turn in range(n_rounds + 1):
             for contender, its_times in ((ours, times.ours), (theirs, times.theirs)):
-                answer = contender.command("run", row.n_steps)
+                seconds = contender.run(row.n_steps)
                 if turn > 0:
-                    its_times.append(answer["seconds"] / answer["steps"])
+                    its_times.append(seconds)
     times.ours = [seconds / row.share for seconds in times.ours]
     return times
 

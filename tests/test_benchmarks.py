@@ -1,4 +1,4 @@
-"""The benchmarks compute shares and deviations, and measure what their formulas predict."""
+"""The benchmarks compute shares and measure work, and a run needs the memory that is planned."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import throughput
-from benchmarks.common import SHARES, STEP, TensorBytes, compute_shares
-from benchmarks.curves import compute_deviations
-from benchmarks.sharding import PARTS, STRATEGIES, count_gathered_bytes, run_ranks
-from benchmarks.table import Row, measure
+from benchmarks.common import STEP, compute_shares
+from benchmarks.table import EndedError, Row, measure
 from lm.config.hyperparameters import Hyperparameters
 from lm.memory import Ranks, count_state
 from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.training.parallelize import mesh_shape
+from model import Transformer
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.forked import FORK_RANKS, ForkedProcess
 from tests.support.hyperparameters import TINY
+from tests.support.tensor_bytes import TensorBytes, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -91,37 +90,11 @@ def test_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
     assert compute_shares(events, 1.0) == pytest.approx(expected)
 
 
-def test_curves_deviation_is_of_the_mean_of_each_tenth() -> None:
-    assert compute_deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx(
-        [0.0] * 5 + [0.1] * 5
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-def test_throughput_measures_ours_and_fsdp1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [f"{key}={value}" for key, value in TINY.items()]
-    short = ["--nproc", "1", "--rounds", "2", "--steps", "1"]
-    names = ["ours", "fsdp1-float32", "ours+vocab_size=0"]
-    found = ["--json", str(tmp_path / "found.json")]
-    arguments = ["throughput", *settings, *short, *found, "--contenders", *names]
-    monkeypatch.setattr(sys, "argv", arguments)
-    throughput.main()
-    assert "ours+vocab_size=0" in capsys.readouterr().err  # reported, and left out
-    (point,) = json.loads((tmp_path / "found.json").read_text())
-    assert [result["name"] for result in point["results"]] == names[:2]
-    for result in point["results"]:
-        assert len(result["steps"]) == 2
-        assert result["tokens_per_second"] > 0
-        assert sum(result["shares"][part] for part in SHARES) == pytest.approx(1)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("load", "load-dcp"), ("generate", "generate-transformers")]
+    ("ours", "theirs"),
+    [("ours", "fsdp1"), ("load", "load-dcp"), ("generate", "generate-transformers")],
 )
 def test_work_is_measured_next_to_others(ours: str, theirs: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
@@ -131,9 +104,22 @@ def test_work_is_measured_next_to_others(ours: str, theirs: str, tmp_path: Path)
     assert min(times.ours + times.theirs) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(json.dumps({"hyperparameters": TINY}))
+    with pytest.raises(EndedError, match="vocab_size"):
+        measure(Row("work", "ours+vocab_size=0", "fsdp1", file), n_rounds=1)
+
+
+STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
+PARTS = ("parameters", "gradients", "moments")
+
+
 @dataclass(frozen=True)
 class Sharded:
-    """A run of two ranks, and what `benchmarks.sharding` measures of it."""
+    """A run of two ranks, and the bytes of its tensors."""
 
     hp: Hyperparameters
     found: TensorBytes
@@ -157,6 +143,26 @@ def sharded(forked: None) -> list[Sharded]:  # noqa: ARG001
     found = run_ranks(2, points, 5)
     hps = [Hyperparameters.from_flat(point) for point in points]
     return [Sharded(hp, each) for hp, each in zip(hps, found, strict=True)]
+
+
+def count_gathered_bytes(hp: Hyperparameters, shards: int) -> int:
+    """Return the bytes of unsharded 16-bit parameters.
+
+    One unit if it is resharded after forward, else all; and with several shards the all-gather
+    buffer of a unit.
+    """
+    with torch.device("meta"):
+        model = Transformer(hp.own_model)
+    largest = 0
+    for unit in (model.embedding, model.blocks[0], model.head):
+        largest = max(largest, sum(parameter.numel() for parameter in unit.parameters()))
+    n_unsharded = hp.model.n_parameters
+    if hp.parallel.reshard_after_forward:
+        n_unsharded = largest
+    n_buffered = 0
+    if shards > 1:
+        n_buffered = largest
+    return 2 * (n_unsharded + n_buffered)
 
 
 @pytest.mark.slow

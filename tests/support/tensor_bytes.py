@@ -1,6 +1,6 @@
-"""One rank of `benchmarks.sharding`, which calls `fsdp.execute` for each point and measures a step.
+"""Bytes of the tensors of a run's ranks, which call `fsdp.execute` and measure its steps.
 
-    python -m lm.launch benchmarks/tensors.py STEPS POINTS FOUND
+    python -m lm.launch tests/support/tensor_bytes.py STEPS POINTS FOUND
 
 POINTS is a JSON list of hyperparameters; rank 0 writes to the file FOUND a list of `TensorBytes`.
 """
@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import TensorBytes
+from benchmarks.common import launch_command, make_environment
 from benchmarks.observer import StepObserver
 from lm.checkpoint.open_store import open_store
 from lm.config.reading import read_hyperparameters
@@ -41,6 +43,33 @@ from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from model import Transformer
+
+
+@dataclass
+class TensorBytes:
+    """Bytes of tensors on a rank."""
+
+    parameters: int = 0
+    """of the shards when the optimizer step starts, as those of gradients and moments"""
+    gradients: int = 0
+    moments: int = 0
+    gathered: int = 0
+    """peak of unsharded parameters and all-gather buffers"""
+    transient: list[int] = field(default_factory=list)
+    """peak of each step, in addition to parameters and moments"""
+
+
+def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[TensorBytes]:
+    """Return what is measured of a run for each of `points`, hyperparameters."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "points.json").write_text(json.dumps(points))
+        arguments = (str(steps), "points.json", "found.json")
+        command = launch_command(ranks, "tests/support/tensor_bytes.py", *arguments)
+        env = make_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(Path(directory, "found.json").read_text())
+        return [TensorBytes(**each) for each in found]
 
 
 def measure_run(
