@@ -52,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp8 of a family of ours": QWEN3,
     "fp8 of experts": DEEPSEEK_V3 | {"moe_intermediate_size": BLOCK},
     "fp8 with exponents as scales": QWEN3,
+    "fp8 with bytes of exponents as scales": QWEN3,
     "fp8 in a wrapper": MISTRAL3,
 }
 
@@ -70,6 +71,8 @@ def save_quantized(kind: str, directory: Path) -> None:
         change_tensors(directory, quantize_in_blocks)
     if "exponents" in kind:
         change_tensors(directory, keep_exponents)
+    if "bytes" in kind:
+        change_tensors(directory, view_as_bytes)
 
 
 def describe_fp8(directory: Path, **changes: Any) -> None:
@@ -123,6 +126,13 @@ def quantize_in_blocks(name: str, tensor: Tensor) -> dict[str, Tensor]:
 def keep_exponents(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if name.endswith("_scale_inv"):
         tensor = tensor.to(torch.float8_e8m0fnu)
+    return {name: tensor}
+
+
+def view_as_bytes(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """As OCP's MX formats are stored where float8_e8m0fnu is unknown."""
+    if name.endswith("_scale_inv"):
+        tensor = tensor.view(torch.uint8)
     return {name: tensor}
 
 
@@ -278,6 +288,16 @@ DAMAGES: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], str]] 
         "mxfp4",
         lambda name, tensor: {name: tensor[:, :1] if name.endswith("_scales") else tensor},
         r"gate_up_proj_blocks: its scales do not fit",
+    ),
+    "scales of integers": (
+        "fp8 of a family of ours",
+        lambda name, tensor: {name: tensor.int() if name.endswith("_scale_inv") else tensor},
+        r"_proj.weight: its scales do not fit: torch.float8_e4m3fn \[.*\] and torch.int32",
+    ),
+    "products beyond bfloat16": (
+        "mxfp4",
+        lambda name, tensor: {name: tensor.fill_(254) if name.endswith("_scales") else tensor},
+        r"safetensors: contains inf or NaN",
     ),
     "a value that is none": (
         "fp8 of a family of ours",

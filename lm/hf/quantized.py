@@ -94,11 +94,11 @@ class Mxfp4(Quantized):
         pairs_of_codes = _read_rows(self.slices, start, stop).int()
         exponents = _read_rows(self.scales, start, stop).int() - _BIAS
         scales = torch.ldexp(torch.ones_like(exponents, dtype=self.dtype), exponents)
-        require_finite(scales, self.scales[0].path)
         levels = torch.tensor([*_LEVELS, *(-level for level in _LEVELS)], dtype=self.dtype)
         # The low bits are the first value.
         pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=-1)
         values = F.embedding(pairs_of_codes, pairs).flatten(-2) * scales[..., None]
+        require_finite(values, self.slices[0].path)
         # PyTorch transposes one matrix several times as fast as those of a tensor.
         return torch.stack([matrix.T.contiguous() for matrix in values.flatten(-2)])
 
@@ -121,15 +121,15 @@ class Fp8(Quantized):
     def _read_scales(self, start: int, stop: int, shape: torch.Size) -> Tensor:
         """Return what the values of `shape`, which are rows of the tensor, are multiplied by."""
         if len(self.scales[0].shape) < 2:  # one of the whole tensor
-            return _read_rows(self.scales, 0, 1).float()
+            return _read_scales(self.scales, 0, 1)
         n_rows, n_columns = self.block
         columns = torch.arange(shape[-1]) // n_columns
         if len(shape) > 2:  # the rows of the tensor are matrices
             rows = torch.arange(shape[-2]) // n_rows
-            return _read_rows(self.scales, start, stop).float()[..., columns][..., rows, :]
+            return _read_scales(self.scales, start, stop)[..., columns][..., rows, :]
         rows = torch.arange(start, stop) // n_rows
         first, last = start // n_rows, (stop - 1) // n_rows
-        scales = _read_rows(self.scales, first, last + 1).float()
+        scales = _read_scales(self.scales, first, last + 1)
         return scales[:, columns][rows - first]
 
 
@@ -140,6 +140,14 @@ def _read_rows(slices: Sequence[TensorSlice], start: int, stop: int) -> Tensor:
     rows = torch.empty(shape, dtype=torch_dtype(slices[0]))
     read_into(rows, Source(slices, start))
     return rows
+
+
+def _read_scales(slices: Sequence[TensorSlice], start: int, stop: int) -> Tensor:
+    """Return rows of scales of FP8 in float32; bytes are exponents of 2, as in OCP's MX formats."""
+    scales = _read_rows(slices, start, stop)
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    return scales.float()
 
 
 # ---- which tensors are quantized
@@ -229,7 +237,8 @@ def _open_fp8(
     if not is_pair or not all(type(size) is int and size > 0 for size in block):
         raise ConfigError(f"quantization_config: weight_block_size: {block!r} is not two sizes")
     n_blocks = tuple(-(-size // of_block) for size, of_block in zip(shape[-2:], block, strict=True))
-    if scales.shape not in ((), (1,), (*shape[:-2], *n_blocks)):
+    is_known = scales.dtype.is_floating_point or scales.dtype == torch.uint8
+    if not is_known or scales.shape not in ((), (1,), (*shape[:-2], *n_blocks)):
         raise _misfit(name, values, scales)
     return Fp8(values.slices, scales.slices, (block[0], block[1]))
 
