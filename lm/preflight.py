@@ -492,4 +492,7 @@ def _prompt(hp: Hyperparameters, data: Data) -> list[int]:
     if not prompt:
         problem = f"{hp.run.prompt!r} has no token in dataset {hp.data.dataset}'s tokenizer"
         raise ConfigError(f"prompt: {problem}")
+    if len(prompt) > hp.model.max_seq_len:
+        problem = f"{len(prompt):,} tokens exceed max_seq_len {hp.model.max_seq_len:,}"
+        raise ConfigError(f"prompt: {problem}; use a shorter text")
     return prompt

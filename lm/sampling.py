@@ -1,4 +1,4 @@
-"""Sampling from a model with a key-value cache: temperature, top-k, top-p, min-p, repetitions."""
+"""Sampling from a model with a key-value cache: temperature, top-k, top-p."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ class Sampling:
     Each setting changes the logits, or what may be selected, in this order, as in transformers:
     """
 
-    repetition_penalty: float = 1.0
-    """The logits of the tokens in the sequence, of its prompt too, are divided by this if they are
-    positive, else multiplied (Keskar et al., 2019); above 1 makes repetitions less likely."""
     temperature: float = 1.0
     """The logits are divided by this: below 1 favors likely tokens, above 1 unlikely ones; at 0 the
     most likely token is selected."""
@@ -48,79 +45,51 @@ class Sampling:
     top_p: float | None = None
     """Only the fewest most likely tokens remain whose probabilities, among those that top_k left,
     sum to at least top_p (nucleus sampling: Holtzman et al., 2020)."""
-    min_p: float | None = None
-    """Only tokens remain that are at least min_p times as likely as the most likely one (Nguyen et
-    al., 2025)."""
 
 
 SAMPLES = Sampling(temperature=0.8, top_k=50)
 """Settings of a run's samples."""
 
 
-def penalize_repetitions(logits: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
-    """Return float32 `logits` `(V,)` with `Sampling.repetition_penalty` for `token_ids` `(T,)`."""
-    logits = logits.float()
-    repeated = logits[token_ids]
-    penalized = torch.where(repeated < 0, repeated * penalty, repeated / penalty)
-    return logits.index_put((token_ids,), penalized)  # an id that occurs twice has one value
-
-
-def sample_tokens(
-    logits: Tensor, settings: Sampling, generators: Sequence[torch.Generator]
-) -> Tensor:
-    """Sample one token per sequence from `logits` `(B, V)`, as `(B,)` int64 on the CPU.
-
-    Args:
-        logits: after `penalize_repetitions`.
-        generators: one per sequence, so that its token does not depend on the others.
+def sample_token(logits: Tensor, settings: Sampling, generator: torch.Generator) -> int:
+    """Sample a token from `logits` `(V,)`.
 
     Raises:
         ConfigError: the logits have inf or NaN.
     """
     if settings.temperature == 0:
-        return logits.argmax(dim=-1).cpu()
+        return int(logits.argmax())
     logits = logits.float().cpu()
-    if settings.top_k is None and settings.top_p is None and settings.min_p is None:
+    if settings.top_k is None and settings.top_p is None:
         probabilities = _compute_probabilities(logits, settings.temperature)
-        return _draw(probabilities, generators)
+        return int(torch.multinomial(probabilities, 1, generator=generator))
     candidates = find_candidates(logits, settings)
-    drawn = _draw(candidates.weights, generators)
-    return candidates.token_ids.gather(-1, drawn[:, None]).squeeze(-1)
-
-
-def _draw(weights: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Return an index per sequence, `(B,)`, in proportion to `weights` `(B, n)`."""
-    drawn: list[Tensor] = []
-    for own_weights, generator in zip(weights, generators, strict=True):
-        drawn.append(torch.multinomial(own_weights, 1, generator=generator))
-    return torch.cat(drawn)
+    drawn = torch.multinomial(candidates.weights, 1, generator=generator)
+    return int(candidates.token_ids[drawn])
 
 
 class Candidates(NamedTuple):
-    """Tokens that can be selected for each of B sequences, from the most to the least likely."""
+    """Tokens that can be selected, from the most to the least likely."""
 
     token_ids: Tensor
-    """(B, n)"""
+    """(n,)"""
     weights: Tensor
-    """(B, n), in proportion to their probabilities; 0 = removed"""
+    """(n,), in proportion to their probabilities; 0 = removed"""
 
 
 def find_candidates(logits: Tensor, settings: Sampling) -> Candidates:
-    """Return the tokens that top_k, top_p and min_p leave of `logits` `(B, V)`."""
-    n_candidates = logits.shape[-1]
+    """Return the tokens that top_k and top_p leave of `logits` `(V,)`."""
+    n_candidates = len(logits)
     if settings.top_k is not None:
         n_candidates = min(settings.top_k, n_candidates)
     sorted_logits, token_ids = logits.topk(n_candidates)
     weights = _compute_probabilities(sorted_logits, settings.temperature)
     if settings.top_p is not None:
         # A token is needed if those before it do not reach top_p, which float32 can round to 0.
-        sum_before = weights.cumsum(dim=-1) - weights
+        sum_before = weights.cumsum(dim=0) - weights
         is_left_out = sum_before >= settings.top_p
-        is_left_out[:, 0] = False
+        is_left_out[0] = False
         weights = weights.masked_fill(is_left_out, 0.0)
-    if settings.min_p is not None:
-        least = settings.min_p * weights[:, :1]
-        weights = weights.masked_fill(weights < least, 0.0)
     return Candidates(token_ids, weights)
 
 
@@ -129,96 +98,58 @@ def _compute_probabilities(logits: Tensor, temperature: float) -> Tensor:
     # Softmax is the same for logits that all differ by a constant. Those that are at most 0 cannot
     # overflow when divided by a small temperature, which must not be rounded to 0.
     temperature = max(temperature, torch.finfo(torch.float32).tiny)
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
-    probabilities = (shifted / temperature).softmax(dim=-1)
+    shifted = logits - logits.max()
+    probabilities = (shifted / temperature).softmax(dim=0)
     if not probabilities.isfinite().all():
         raise ConfigError("generation: the model computes inf or NaN; use another checkpoint")
     return probabilities
 
 
 @torch.no_grad()
-def generate_batch(
+def generate(
     model: AnyModel,
-    prompts: Sequence[list[int]],
+    prompt: Sequence[int],
     max_new_tokens: int,
     *,
     device: torch.device,
-    seeds: Sequence[int],
+    seed: int,
     settings: Sampling = Sampling(),
     stop_ids: Collection[int] = (),
-) -> Iterator[list[int | None]]:
-    """Yield at each step a token per sequence, None for one in its prompt or complete.
-
-    The prompts can differ in length. All sequences start at position 0 and advance together: the
-    input of a sequence is its prompt, then the tokens sampled from it. Nothing is padded or masked,
-    so each sequence is the same as if generated alone. A sequence is complete after max_new_tokens
-    or at its first stop id. Once the context is full, generation continues from its latest half.
-    Under FSDP all ranks must call this with the same arguments.
-
-    Args:
-        prompts: at least one token id each.
-        max_new_tokens: per sequence.
-        seeds: one per sequence.
-        stop_ids: ids that complete a sequence and are not yielded.
-
-    Raises:
-        ValueError: an empty prompt.
-    """
-    if not all(prompts):
-        raise ValueError("generation needs at least one token to start from")
-    context = model.config.max_seq_len
-    sequences = [prompt[-context:] for prompt in prompts]
-    complete_lengths = [len(sequence) + max_new_tokens for sequence in sequences]
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-
-    length = min(len(sequence) for sequence in sequences)  # of the input of each, so far
-    next_input = [sequence[:length] for sequence in sequences]  # its part that is not in the cache
-    cache = model.new_cache(min(context, max(complete_lengths)))
-    model.eval()
-    while length < max(complete_lengths):
-        is_context_full = cache.length + len(next_input[0]) > context
-        if is_context_full:  # so all prompts were read, as none is longer
-            n_kept = max(1, context // 2)
-            cache = model.new_cache(context)
-            next_input = [sequence[-n_kept:] for sequence in sequences]
-        with varying_lengths():
-            logits = model(torch.tensor(next_input, device=device), cache=cache)
-
-        # The others are longer: still in their prompt.
-        drawn = [i for i, sequence in enumerate(sequences) if len(sequence) == length]
-        drawn_logits = logits[drawn].float()
-        if settings.repetition_penalty != 1:
-            for row, i in zip(drawn_logits, drawn, strict=True):
-                token_ids = torch.tensor(sequences[i], device=row.device)
-                row.copy_(penalize_repetitions(row, token_ids, settings.repetition_penalty))
-        own_generators = [generators[i] for i in drawn]
-        tokens = sample_tokens(drawn_logits, settings, own_generators).tolist()
-
-        sampled: list[int | None] = [None] * len(sequences)
-        for i, token in zip(drawn, tokens, strict=True):
-            sequences[i].append(token)
-            if token in stop_ids:
-                complete_lengths[i] = min(complete_lengths[i], length)
-            is_complete = length >= complete_lengths[i]
-            if not is_complete:
-                sampled[i] = token
-        next_input = [sequence[length : length + 1] for sequence in sequences]
-        length += 1
-        yield sampled
-
-
-def generate(
-    model: AnyModel, prompt: list[int], max_new_tokens: int, *, seed: int, **options: Any
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens that continue `prompt`, one by one.
 
+    Once the context is full, generation continues from its latest half. Under FSDP all ranks must
+    call this with the same arguments.
+
     Args:
-        options: those of `generate_batch`.
+        prompt: from 1 to max_seq_len token ids.
+        stop_ids: ids that end the text and are not yielded.
+
+    Raises:
+        ValueError: an empty prompt, or one that is longer than the context.
     """
-    steps = generate_batch(model, [prompt], max_new_tokens, seeds=[seed], **options)
-    for (token,) in steps:
-        if token is not None:
-            yield token
+    context = model.config.max_seq_len
+    if not 0 < len(prompt) <= context:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, not 1 to {context}")
+    generator = torch.Generator().manual_seed(seed)
+    sequence = list(prompt)
+    next_input = list(prompt)  # what is not in the cache yet
+    cache = model.new_cache(min(context, len(prompt) + max_new_tokens))
+    model.eval()
+    for _ in range(max_new_tokens):
+        is_context_full = cache.length + len(next_input) > context
+        if is_context_full:
+            n_kept = max(1, context // 2)
+            cache = model.new_cache(context)
+            next_input = sequence[-n_kept:]
+        with varying_lengths():
+            (logits,) = model(torch.tensor([next_input], device=device), cache=cache)
+        token = sample_token(logits, settings, generator)
+        if token in stop_ids:
+            return
+        yield token
+        sequence.append(token)
+        next_input = [token]
 
 
 def before_stop(tokens: Sequence[int], stop_ids: Collection[int]) -> list[int]:

@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,18 +19,14 @@ import torch
 from lm import generate
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import read_manifest, write_manifest
-from lm.data.tokenizer.file_tokenizer import FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
-from lm.errors import ConfigError
 from lm.hf.base import load_model
 from lm.hf.export import export_model
-from model import ModelConfig, Transformer
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import run_fsdp
 from tests.support.tokenizer_files import (
     CHAT_TEMPLATE,
-    byte_level_tokenizer,
     llama2_tokenizer,
     llama_tokenizer,
 )
@@ -119,27 +114,6 @@ def test_generate_prints_complete_characters_as_they_come(checkpoint: Path) -> N
     assert len(received) > characters
 
 
-WITH_100_MB = """
-import resource, sys
-from lm import generate
-from lm.hf import base
-
-pages, *_ = open("/proc/self/statm").read().split()
-limit = int(pages) * resource.getpagesize() + 10**8
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-sys.exit(generate.main())
-"""
-
-
-@pytest.mark.slow
-def test_generate_out_of_memory_names_the_options_that_help(checkpoint: Path) -> None:
-    options = ["--prompt", "G", "--samples", "20000", "--batch-size", "20000"]
-    command = [sys.executable, "-c", WITH_100_MB, str(checkpoint), *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 1
-    assert re.fullmatch("rank 0: out of memory .*; use --dtype .* --batch-size .*\n", done.stderr)
-
-
 @pytest.mark.slow
 def test_generate_survives_invalid_utf8_from_the_model(tmp_path: Path) -> None:
     (tmp_path / TOKENIZER_JSON).write_bytes(llama2_tokenizer())
@@ -195,20 +169,6 @@ def test_generate_needs_a_tokenizer(
         (("--top-k", "0"), "--top-k: 0 must be 1 or more"),
         (("--top-p", "0"), "--top-p: 0 must be above 0 and at most 1"),
         (("--top-p", "1.5"), "--top-p: 1.5 must be above 0 and at most 1"),
-        (("--min-p", "1.5"), "--min-p: 1.5 must be from 0 to 1"),
-        (("--min-p", "nan"), "--min-p: nan must be from 0 to 1"),
-        (
-            ("--repetition-penalty", "0"),
-            "--repetition-penalty: 0 must be from 0.01 to 100; 1 changes nothing",
-        ),
-        (
-            ("--repetition-penalty", "inf"),
-            "--repetition-penalty: inf must be from 0.01 to 100; 1 changes nothing",
-        ),
-        (("--batch-size", "0"), "--batch-size: 0 must be 1 or more"),
-        (("--samples", "0"), "--samples: 0 must be 1 or more"),
-        (("--stop", ""), "--stop: is empty; it needs at least one character"),
-        (("--system", "s"), "--system: requires --chat"),
         (("--seed", "-1"), "--seed: -1 must be from 0 to 2^63 - 1"),
     ],
 )
@@ -238,43 +198,22 @@ def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_generate_samples_have_consecutive_seeds(
+def test_generate_seed_selects_the_text(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = ("--prompt", "Köln, ", "--max-new-tokens", 20)
-    alone = [text_of(capsys, checkpoint, *how, "--seed", seed) for seed in (5, 6, 7)]
-    assert len(set(alone)) > 1
-    for batch_size in (1, 2, 16):
-        more = ("--seed", 5, "--samples", 3, "--batch-size", batch_size)
-        assert text_of(capsys, checkpoint, *how, *more) == "".join(alone)
+    how = (checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 20)
+    texts = [text_of(capsys, *how, "--seed", seed) for seed in (5, 6, 7, 5)]
+    assert len(set(texts)) > 1
+    assert texts[0] == texts[3]
 
 
-def test_generate_stop_ends_before_the_first_stop_text(
+def test_generate_refuses_a_prompt_beyond_the_context(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = (checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 60, "--temperature", 0)
-    text = text_of(capsys, *how).removeprefix("Köln, ")
-    for stops in (
-        ["der"],
-        ["Käse", "der Kä"],
-        ["nowhere"],
-        ["ä", "nowhere", "ö"],
-        [text[:1]],
-        [text[-3:-1] + "?"],
-    ):
-        flags = [flag for stop in stops for flag in ("--stop", stop)]
-        end = min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text) - 1)
-        assert text_of(capsys, *how, *flags) == f"Köln, {text[:end]}\n"
-
-
-def test_generate_stdin_skips_empty_lines(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = []
-    for content in (b"a\nb\n", b"\na\n\r\n\nb"):
-        feed(monkeypatch, content)
-        outputs.append(text_of(capsys, checkpoint, "--prompt", "-", "--max-new-tokens", 5))
-    assert outputs[0] == outputs[1]
+    assert text_of(capsys, checkpoint, "--prompt", "a" * 64, "--max-new-tokens", 1)
+    code, message = refusal(capsys, checkpoint, "--prompt", "a" * 65)
+    assert code == 2
+    assert message.startswith("--prompt: 65 tokens exceed max_seq_len 64")
 
 
 def test_generate_sends_a_terminal_no_control_characters(
@@ -286,24 +225,20 @@ def test_generate_sends_a_terminal_no_control_characters(
     assert text_of(capsys, *how) == "a\\x1b[2J\\r\\x9b\tb\nü\n"
 
 
-def test_generate_stdin_prompts_continue_as_each_alone(
+def test_generate_stdin_is_one_prompt(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = ["Grüße ", "K", "wo der Käse zäh und ", "ö" * 50]
+    prompt = "Grüße \nK\r\n\nwo der Käse"
     how = ("--max-new-tokens", 30, "--seed", 3)
-    alone = "".join(text_of(capsys, checkpoint, "--prompt", prompt, *how) for prompt in prompts)
-    for batch_size, end in ((1, "\n"), (3, "\r\n"), (16, "\n")):
-        feed(monkeypatch, (end.join(prompts) + end).encode())
-        assert (
-            text_of(capsys, checkpoint, "--prompt", "-", *how, "--batch-size", batch_size) == alone
-        )
+    expected = text_of(capsys, checkpoint, "--prompt", prompt, *how)
+    feed(monkeypatch, prompt.encode())
+    assert text_of(capsys, checkpoint, "--prompt", "-", *how) == expected
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "standard input: is empty; it needs at least one character"),
-        (b"\n\r\n", "standard input: is empty; it needs at least one character"),
         (b"a\n\xff\n", "standard input: byte 2 is not UTF-8"),
     ],
 )
@@ -381,29 +316,6 @@ def test_export_has_the_chat_template_of_the_run(chat_run: Path, tmp_path: Path)
     assert exported.chat_template == (chat_run.parent.parent / "set.jinja").read_text()
 
 
-LEAVES_OUT = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-REJECTS = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{{ messages[-1].content }}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "part"),
-    [(LEAVES_OUT, "leaves out messages of the role system"), (REJECTS, "no system")],
-)
-def test_system_message_that_the_template_does_not_write_is_refused(
-    template: str, part: str
-) -> None:
-    files = {"tokenizer.json": byte_level_tokenizer(), "chat_template.jinja": template.encode()}
-    model = Transformer(ModelConfig.model_validate({}))
-    args = generate.parse_generate_arguments(
-        ["anywhere", "--chat", "--system", "Answer in French."]
-    )
-    with pytest.raises(ConfigError, match=f"^--system: .*{part}"):
-        generate.chat(model, FileTokenizer(files, "test"), args)
-
-
 @pytest.mark.slow
 def test_chat_remembers_earlier_lines(
     chat_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -412,8 +324,6 @@ def test_chat_remembers_earlier_lines(
     feed(monkeypatch, b"hi\n\nhi\n")
     assert text_of(capsys, *how) == "ho\nto be\n"
     assert text_of(capsys, *how, "--prompt", "hi") == "ho\n"
-    feed(monkeypatch, b"hi")
-    assert text_of(capsys, *how, "--system", "0", "--stop", "t") == "or no\n"
     feed(monkeypatch, b"hi\n" * 8)
     answers = text_of(capsys, *how).splitlines()
     assert len(answers) == 8  # the oldest messages have made room
@@ -477,10 +387,6 @@ def test_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFixt
     code, text = refusal(capsys, checkpoint, "--chat")
     assert code == 2
     assert text.startswith("tokenizer: bytes: has no chat template")
-    assert refusal(capsys, checkpoint, "--chat", "--samples", 2) == (
-        2,
-        "--samples: is not for --chat",
-    )
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_list_of_commands_has_each(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
-        ("lm.generate run --prompt a --samples 0", "--samples: 0 must be 1 or more"),
+        ("lm.generate run --prompt a --top-k 0", "--top-k: 0 must be 1 or more"),
         ("lm.evaluate run --tasks a --limit 0", "--limit: 0 must be 1 or more"),
         ("lm.hf export run out --dtype int8", "argument --dtype: invalid choice: 'int8'"),
         ("lm.plan --gpu h1000", "--gpu: h1000 is unknown"),
