@@ -22,7 +22,7 @@
 1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
 0  lm.delta_rule                                 linear attention inside of documents
 0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows
-0  lm.model_config, lm.strict_yaml, lm.units, lm.grouped_mm
+0  lm.model_config, lm.strict_yaml, lm.units, lm.grouped_mm, lm.program
    lm.errors, lm.fields, lm.presets               import nothing of ours
 
 Imports go down only, and parts on one floor do not import each other. A name is a module or a

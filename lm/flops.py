@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 
-from lm.data.cache import describe_program, remembered
+from lm.data.cache import remembered
 from lm.model_config import ModelConfig
+from lm.program import describe_program
 from lm.training.config import LoraConfig
 from lm.transformers_config import AnyModelConfig
 
@@ -30,7 +31,7 @@ def count_flops_per_token(config: LoraConfig, model: AnyModelConfig) -> float | 
         keys = model.mean_keys(model.max_seq_len)
     n_tokens = max(1, round(keys))
     adapters = config.lora_rank, config.lora_targets
-    facts = "FLOPs", model, adapters, describe_program(["torch", "transformers"])
+    facts = "FLOPs", model, adapters, describe_program(__name__, ["torch", "transformers"])
     return json.loads(remembered(facts, lambda: json.dumps(_count(config, model, n_tokens))))
 
 

@@ -13,10 +13,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ KEPT_DAYS = 30
 """Entries that no run has used for so long are deleted when another one is added."""
 _REMEMBERED_BYTES = 16 << 20
 """from which the hash of a file is remembered"""
-_LIBRARIES = ("jinja2", "numpy", "tokenizers", "transformers", "trl")
+TOKENIZING_PACKAGES = ("jinja2", "numpy", "tokenizers", "transformers", "trl")
+"""whose versions the tokens of data depend on"""
 
 
 def cache_directory() -> Path:
@@ -45,9 +45,9 @@ def cached(facts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
     Without a cache that can be written, it is a temporary one of this process.
 
     Args:
-        facts: what the content depends on besides the code, as JSON.
+        facts: what the content depends on, as JSON, with the code (`describe_program`).
     """
-    text = json.dumps({"code": _code(), **facts}, sort_keys=True)
+    text = json.dumps(facts, sort_keys=True)
     entry = _root() / sha256(text.encode()).hexdigest()
     with _lock(entry.with_suffix(".lock")):
         if not entry.is_dir():
@@ -108,41 +108,6 @@ def _delete_unused(root: Path) -> None:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-
-
-def _hash_sources() -> str:
-    digest = sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-_SOURCES = _hash_sources()
-"""of this package when it is imported: what is computed later is computed by these"""
-
-
-@functools.cache
-def _code() -> list[str]:
-    """Return what identifies the code that computes: the sources of this package, and versions."""
-    return [_SOURCES, *describe_packages(_LIBRARIES)]
-
-
-def describe_program(packages: Iterable[str]) -> dict[str, Any]:
-    """Return what identifies the code of `lm` and model.py, and the versions of `packages`."""
-    room = Path(__file__).parent.parent
-    sources = [room.with_name("model.py"), *sorted(room.rglob("*.py"))]
-    return {"sources": describe_files(sources), "packages": describe_packages(packages)}
-
-
-def describe_packages(names: Iterable[str]) -> list[str]:
-    """Return the installed version of each package."""
-    described: list[str] = []
-    for name in names:
-        try:
-            described.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            described.append(f"no {name}")
-    return described
 
 
 def describe_files(files: Sequence[Path]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.cache import cached, describe_files
+from lm.data.cache import TOKENIZING_PACKAGES, cached, describe_files
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import name_files
 from lm.data.layouts.notes import ReadingNotes
@@ -31,6 +31,7 @@ from lm.data.rendering import describe_template, find_template_text
 from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
+from lm.program import describe_program
 from lm.units import format_count
 
 
@@ -63,6 +64,7 @@ class JsonlDataset(Dataset):
     ) -> None:
         options = RecordOptions(seq_len, text_field, completion_only or pairs, held_out, pairs)
         facts = {
+            "program": describe_program(__name__, TOKENIZING_PACKAGES),
             "kind": "jsonl",
             "files": describe_files(files),
             "tokenizer": describe_tokenizer(tokenizer),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm.data.blocks import read_text_blocks
-from lm.data.cache import cached, describe_files, remembered
+from lm.data.cache import TOKENIZING_PACKAGES, cached, describe_files, remembered
 from lm.data.encoder import Document, encode_in_threads, split_document
 from lm.data.files import name_files
 from lm.data.progress import bar_of_files
@@ -23,6 +23,7 @@ from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError, raise_together
 from lm.launch.launch import is_rank0
 from lm.launch.machine import usable_cores
+from lm.program import describe_program
 from lm.units import format_count
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def read_text(files: Sequence[Path], tokenizer: Tokenizer, *, with_ends: bool = 
     """
     ordered = sorted(files, key=_name_hash)
     facts = {
+        "program": describe_program(__name__, TOKENIZING_PACKAGES),
         "kind": "text",
         "files": describe_files(ordered),
         "tokenizer": describe_tokenizer(tokenizer),

@@ -39,10 +39,11 @@ import torch.nn.functional as F
 from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
-from lm.data.cache import cached, describe_packages, describe_program
+from lm.data.cache import cached
 from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs, with_dropout
 from lm.launch.console import warn
+from lm.program import describe_packages, describe_program
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
 from lm.transformers_config import Examined, PackedBy, TransformersConfig
@@ -172,10 +173,11 @@ def examine(values: Mapping[str, Any]) -> Examination:
         ConfigError: no small model of it can be built, or it fails.
     """
     model_type = values.get("model_type")
-    program = describe_program([*_PACKAGES, *_KERNELS])
+    program = describe_program(__name__, [*_PACKAGES, *_KERNELS])
     problems: list[str] = []
     for config in small_configs(values, _derived_sizes(values)):
-        entry = cached({"examination": config, **program}, partial(_write_answers, config))
+        facts = {"program": program, "examination": config}
+        entry = cached(facts, partial(_write_answers, config))
         answers = _ANSWERS.validate_json((entry / _RESULT).read_bytes())
         if isinstance(answers, Examination):
             return answers

@@ -1,0 +1,103 @@
+"""What is kept of a computation is named by the sources of all modules that computed it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.program import describe_program
+from tests.support import REPOSITORY
+from tests.support.hf import complete_values
+from tests.support.tokenizer_files import byte_level_tokenizer
+
+COMPUTE = {
+    "lm.data.jsonl": """
+from lm.data.jsonl import JsonlDataset
+from lm.data.tokenizer.loading import load_tokenizer
+chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
+pair = {"prompt": "Who?", "chosen": "I.", "rejected": "You."}
+template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
+template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+Path("template.jinja").write_text(template)
+for record, pairs in ((chat, False), (pair, True)):
+    Path("a.jsonl").write_text(json.dumps(record))
+    tokenizer = load_tokenizer("tokenizer", "template.jinja")
+    JsonlDataset([Path("a.jsonl")], tokenizer, 128, pairs=pairs)
+""",
+    "lm.data.text": """
+from lm.data.text import read_text
+from lm.data.tokenizer.loading import load_tokenizer
+Path("a.txt").write_text("to be")
+read_text([Path("a.txt")], load_tokenizer("tokenizer"))
+""",
+    "lm.hf.examine": """
+from lm.hf.examine import examine
+examine(json.loads(Path("llama.json").read_text()))
+""",
+    "lm.flops": """
+from lm.flops import count_flops_per_token
+from lm.model_config import ModelConfig
+from lm.training.config import LoraConfig
+model = ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64, max_seq_len=8)
+count_flops_per_token(LoraConfig(lora_rank=2), model)
+""",
+}
+"""Scripts that compute what these modules keep."""
+CHANGE = """
+import importlib
+import json
+import sys
+from pathlib import Path
+{compute}
+from lm import program
+
+before = program.describe_program({module!r}, ())["sources"]
+used = []
+for name, module in sys.modules.items():
+    if name == "model" or name.startswith("lm."):
+        path = Path(module.__file__)
+        if path.name != "__init__.py":
+            used.append(name)
+            path.write_bytes(path.read_bytes() + b"#")
+after = importlib.reload(program).describe_program({module!r}, ())["sources"]
+print(json.dumps([len(used), [name for name in used if before.get(name) == after.get(name)]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "lm.data.jsonl",
+        "lm.data.text",
+        pytest.param("lm.hf.examine", marks=pytest.mark.slow),
+        pytest.param("lm.flops", marks=pytest.mark.slow),
+    ],
+)
+def test_change_of_any_module_that_computes_is_another_program(module: str, tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "lm", tmp_path / "lm")
+    shutil.copy(REPOSITORY / "model.py", tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    (tmp_path / "llama.json").write_text(json.dumps(complete_values("llama")))
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGE.format(compute=COMPUTE[module], module=module)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    n_used, not_in_program = json.loads(done.stdout.splitlines()[-1])
+    assert n_used > 10
+    assert not_in_program == []
+
+
+def test_module_that_computes_something_else_is_not_in_the_program() -> None:
+    assert "lm.training.optim" not in describe_program("lm.data.jsonl", ())["sources"]
