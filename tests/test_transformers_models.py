@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.core_model_loading import MergeModulelist
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -27,7 +28,7 @@ from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, examine, export
-from lm.hf.base import load_merged_model, load_trained_model, open_model
+from lm.hf.base import load_merged_model, load_trained_model, open_model, read_adapters
 from lm.hf.weights import examined_config
 from lm.model_config import ModelConfig
 from lm.runtime.world import World
@@ -596,17 +597,120 @@ class Together:
             optimizer.zero_grad()
 
 
+class OfPeft(NamedTuple):
+    """A folder whose class PEFT adapts, and what is adapted."""
+
+    kind: str
+    text_kind: str | None = None
+    """the text model of a wrapper"""
+    targets: list[str] | None = None
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+OF_PEFT = [
+    OfPeft("mistral3", "ministral3"),
+    OfPeft("aya_vision", "cohere2"),
+    OfPeft("gemma3", "gemma3_text"),
+    OfPeft("gemma4", "gemma4_text"),
+    OfPeft("idefics3", "llama"),
+    OfPeft("internvl", "qwen2"),
+    OfPeft("lfm2_vl", "lfm2"),
+    OfPeft("llava", "llama"),
+    OfPeft("paligemma", "gemma2"),
+    OfPeft("qwen3_5", "qwen3_5_text"),
+    OfPeft("qwen3_5_moe", "qwen3_5_moe_text", targets=ATTENTION),
+    OfPeft("gemma3_text"),
+    OfPeft("phi3"),
+    OfPeft("granitemoe"),
+    OfPeft("gpt_oss"),
+    OfPeft("qwen3_moe", targets=ATTENTION),
+    OfPeft("qwen2_moe", targets=[*ATTENTION, "gate_proj", "up_proj", "down_proj"]),
+    OfPeft("mixtral"),
+    OfPeft("glm4_moe", targets=ATTENTION),
+    OfPeft("deepseek_v3", targets=["q_a_proj", "kv_b_proj", "o_proj"]),
+]
+"""wrappers whose vision has layers of the same names, and others; text models; mixtures"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.kind, marks=[] if case.kind == "mistral3" else pytest.mark.slow)
+        for case in OF_PEFT
+    ],
+)
+def test_peft_adapts_what_was_trained_of_the_class_that_loads_the_base(
+    case: OfPeft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft  # imports torchao, which takes seconds
+
+    base = tmp_path / "base"
+    auto: Any = transformers.AutoModelForCausalLM
+    if case.text_kind is None:
+        save_model(case.kind, base)
+    else:
+        save_wrapper(case.kind, case.text_kind, base)
+        auto = transformers.AutoModelForImageTextToText
+    adapters = train_adapters(base, tmp_path, monkeypatch, lora_targets=case.targets)
+    export.export_model(adapters.checkpoint, tmp_path / "adapter", adapters_only=True)
+    export.export_model(adapters.checkpoint, tmp_path / "merged", "float32")
+
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        original = auto.from_pretrained(base, dtype=torch.float32).eval()
+        before = original(input_ids=tokens).logits
+        adapted = peft.PeftModel.from_pretrained(original, str(tmp_path / "adapter")).eval()
+        merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+        expected = merged(input_ids=tokens).logits
+        torch.testing.assert_close(adapted(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - before).abs().max() > 1e-2
+    n_adapted = sum(".lora_A." in name for name, _ in adapted.named_parameters())
+    assert n_adapted == adapters.n_layers
+
+
+class TrainedAdapters(NamedTuple):
+    checkpoint: Path
+    n_layers: int
+    """that have adapters"""
+
+
+def train_adapters(
+    base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> TrainedAdapters:
+    """Train adapters on `base` for two steps, in `folder`."""
+    monkeypatch.chdir(folder)
+    run = settings(base, lora_rank=3, lr=3e-2, max_steps=2, validation_rate=2, **changes)
+    in_world(lambda world: train_in_world(world, run))
+    (checkpoint,) = checkpoints_by_step(folder).values()
+    found = read_adapters(checkpoint, read_manifest(checkpoint))
+    return TrainedAdapters(checkpoint, sum(".lora_A." in name for name in found))
+
+
 @pytest.mark.slow
 def test_adapters_that_peft_takes_for_those_of_experts_are_exported_merged(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = settings(models["glm4_moe"], lora_rank=3, max_steps=1)
-    in_world(lambda world: train_in_world(world, run))
-    (checkpoint,) = checkpoints_by_step(tmp_path).values()
+    adapters = train_adapters(models["glm4_moe"], tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"^--adapter: .*mlp\.gate_proj.* in glm4_moe for those"):
-        export.export_model(checkpoint, tmp_path / "adapter", adapters_only=True)
-    assert export.export_model(checkpoint, tmp_path / "merged") > 0
+        export.export_model(adapters.checkpoint, tmp_path / "adapter", adapters_only=True)
+    assert export.export_model(adapters.checkpoint, tmp_path / "merged") > 0
+
+
+@pytest.mark.slow
+def test_the_class_of_adapters_is_that_of_their_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config.json says which, wherever it is."""
+    save_wrapper("mistral3", "ministral3", tmp_path / "base")
+    adapters = train_adapters(tmp_path / "base", tmp_path, monkeypatch)
+    moved = (tmp_path / "base").rename(tmp_path / "moved")
+    command = ["export", str(adapters.checkpoint), "adapter", "--adapter"]
+    assert hf_main.main(command) == 2
+    assert "--base" in capsys.readouterr().err
+    assert hf_main.main([*command, "--base", str(moved)]) == 0
+    names = load_file("adapter/adapter_model.safetensors").keys()
+    layer = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+    assert f"{layer}.lora_A.weight" in names
 
 
 @pytest.mark.slow

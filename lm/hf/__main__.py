@@ -1,6 +1,6 @@
 """Command: export to, and inspect, Hugging Face models.
 
-    python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY | --adapter]
+    python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY] [--adapter]
     python -m lm.hf inspect MODEL
     python -m lm.hf examine MODEL|MODEL_TYPE
 
@@ -58,11 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=dtypes,
         help="of the weights (float32; of a class of transformers: as in its files)",
     )
-    add_lora = export.add_mutually_exclusive_group().add_argument
-    add_lora(
-        "--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters"
-    )
-    add_lora("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
+    add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    add("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
 
     inspect_help = "print what a Hugging Face model is and whether init_from can read it"
     inspect = commands.add_parser("inspect", help=inspect_help)

@@ -10,7 +10,6 @@ Code that is next to the weights is not executed.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +25,13 @@ from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, error_prefix, limit_problems
 from lm.hf.files import READ_DTYPES, describe_unused, find_slices, read_object
 from lm.hf.quantized import DEQUANTIZED, Quantized, Stored, find_tensors, quantization_of
+from lm.hf.saved_model import build_saved_model, find_names
 from lm.shards import local_rows
 from lm.training import nf4
 from lm.transformers_model import (
     build_network,
     language_model_of,
     one_line_errors,
-    quiet,
     read_config,
 )
 
@@ -47,76 +46,6 @@ CONVERTED_BYTES = 16 << 20
 
 
 # ---- the structure
-
-
-def _build_saved_model(config: PreTrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
-    """Return the model whose weights the files have: `network`, or one that contains it."""
-    import transformers
-
-    names: list[str] = []
-    if isinstance(config.architectures, list):
-        names = [name for name in config.architectures if isinstance(name, str)]
-    if type(config) is network.config_class or type(network).__name__ in names:
-        return network
-    classes = [getattr(transformers, name, None) for name in names]
-    classes += [
-        transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None),
-        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None),
-        transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None),
-    ]
-    for found in classes:
-        if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-            continue
-        if found.config_class is type(config) and found.can_generate():
-            with quiet(), one_line_errors(config.model_type):
-                return found(copy.deepcopy(config))
-    raise ConfigError(f"{config.model_type}: transformers has no class of it that generates text")
-
-
-def _find_names(saved: PreTrainedModel, network: PreTrainedModel) -> dict[str, str]:
-    """Return the names in `network` of the tensors that `saved` has, too, by name there.
-
-    Raises:
-        ConfigError: `saved` does not contain one such network.
-    """
-    own_names = list(network.state_dict())
-    if saved is network:
-        return {name: name for name in own_names}
-    path = _find_module(saved, type(network))
-    if path is not None:
-        return {f"{path}.{name}": name for name in own_names}
-    base_path = _path_of(network, network.base_model)
-    path = _find_module(saved, type(network.base_model))
-    if path is None or not base_path:
-        wanted = type(network.base_model).__name__
-        problem = f"{type(saved).__name__} does not contain one {wanted}, its language model"
-        raise ConfigError(f"{saved.config.model_type}: {problem}")
-    moved = {base_path: path}
-    head = network.get_output_embeddings()
-    saved_head = saved.get_output_embeddings()
-    if head is not None and saved_head is not None:
-        moved[_path_of(network, head)] = _path_of(saved, saved_head)
-    names: dict[str, str] = {}
-    for own_path, path in moved.items():
-        for name in own_names:
-            if name.startswith(f"{own_path}."):
-                names[path + name.removeprefix(own_path)] = name
-    return names
-
-
-def _find_module(model: PreTrainedModel, module_type: type) -> str | None:
-    """Return the path of the module of a type; of several, the one that decodes."""
-    paths = [path for path, module in model.named_modules() if type(module) is module_type]
-    if len(paths) == 1:
-        return paths[0]
-    decoder = model.get_decoder()
-    if type(decoder) is module_type:
-        return _path_of(model, decoder)
-    return None
-
-
-def _path_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -461,8 +390,8 @@ def open_conversion(directory: Path) -> Conversion:
     _limit_layers(directory, config, len(stored))
     with torch.device("meta"), error_prefix(str(path)):
         network = build_network(own_config)
-        saved = _build_saved_model(config, network)
-        names = _find_names(saved, network)
+        saved = build_saved_model(config, network)
+        names = find_names(saved, network)
         if _is_tied(network) != _is_tied(saved):
             own_config.tie_word_embeddings = _is_tied(saved)
             network = build_network(own_config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from lm.data.tokenizer.files import (
     read_tokenizer_files,
 )
 from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
-from lm.errors import ConfigError, RunError, oserror_as_config_error
+from lm.errors import ConfigError, RunError, limit_problems, oserror_as_config_error
 from lm.hf import config_json, families, weights
 from lm.hf.base import load_merged_model, open_base, read_adapters
 from lm.hf.conversion import open_conversion
@@ -51,13 +51,14 @@ from lm.hf.draft import make_draft
 from lm.hf.export_directory import export_directory
 from lm.hf.families import Place
 from lm.hf.files import SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
+from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
 from lm.shards import Rows
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
 from lm.transformers_config import AnyModelConfig, TransformersConfig
-from lm.transformers_model import NETWORK, name_linear_layers
+from lm.transformers_model import NETWORK, build_network, find_linear_layers, read_config
 from model import ModelConfig, Transformer
 
 
@@ -74,7 +75,7 @@ def export_model(
     Args:
         dtype: one of `WEIGHT_DTYPES`; None = float32, or for a model of transformers that of each
             tensor of `init_from`.
-        base_dir: see `open_base`.
+        base_dir: see `open_base`; of adapters alone, only its config.json is read.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
             merged.
 
@@ -94,7 +95,7 @@ def export_model(
     config = model_of(directory, manifest)
     if adapters_only:
         of_adapters = getattr(torch, dtype or "float32")
-        return _export_adapters(out, directory, manifest, config, of_adapters)
+        return _export_adapters(out, directory, manifest, config, of_adapters, base_dir)
     if lora_config(directory, manifest, config).base_dtype is not None:
         remedy = "--adapter writes them alone, for PEFT on a base in NF4"
         warn(f"adapters trained on an NF4 base are merged into the original one; {remedy}")
@@ -300,13 +301,21 @@ class _Adapter(NamedTuple):
 
 
 def _export_adapters(
-    out: Path, directory: Path, manifest: Manifest, config: AnyModelConfig, dtype: torch.dtype
+    out: Path,
+    directory: Path,
+    manifest: Manifest,
+    config: AnyModelConfig,
+    dtype: torch.dtype,
+    base_dir: Path | None,
 ) -> int:
     """Write the adapters in a checkpoint to `out` in PEFT's format; return their bytes."""
     if manifest.base is None:
         problem = "has no LoRA adapters (lora_rank: null); export it without --adapter"
         raise ConfigError(f"{directory}: {problem}")
-    layout = _find_layout(config)
+    if base_dir is not None and isinstance(config, ModelConfig):
+        problem = "--adapter reads no base of a model that model.py computes"
+        raise ConfigError(f"--base: {problem}; leave it out")
+    layout = _find_layout(config, str(base_dir or manifest.base.source))
     adapters = read_adapters(directory, manifest)
 
     by_their_layer: dict[str, list[_Adapter]] = {}
@@ -318,6 +327,8 @@ def _export_adapters(
         adapter = _Adapter(place.start, a, adapters[f"{layer}.lora_B.weight"])
         by_their_layer.setdefault(place.name.removesuffix(".weight"), []).append(adapter)
 
+    targets = _name_targets(by_their_layer.keys(), layout.modules)
+    _refuse_names_of_experts(layout.model_type, targets.values())
     tensors: dict[str, Rows] = {}
     ranks: dict[str, int] = {}
     partial: set[str] = set()
@@ -328,11 +339,8 @@ def _export_adapters(
             partial.add(re.sub(r"\.\d+\.", ".*.", layer))
         tensors[f"base_model.model.{layer}.lora_A.weight"] = Rows(a.to(dtype), 0)
         tensors[f"base_model.model.{layer}.lora_B.weight"] = Rows(b.to(dtype), 0)
-        _, layer_in_block = re.split(r"\.\d+\.", layer, maxsplit=1)
-        ranks[layer_in_block] = len(a)
+        ranks[targets[layer]] = len(a)
 
-    if isinstance(config, TransformersConfig):
-        _refuse_names_of_experts(config.model_type, ranks)
     peft_config = _write_peft_config(
         manifest.base, adapters.config, ranks, transposed=layout.transposed
     )
@@ -351,44 +359,31 @@ def _export_adapters(
     return n_bytes
 
 
-def _refuse_names_of_experts(model_type: str, layers: Iterable[str]) -> None:
-    """Raise ConfigError if PEFT takes adapters of `layers` for those of experts.
-
-    In files of older versions, the matrices of experts were layers of these names.
-    """
-    from transformers import conversion_mapping
-
-    converted = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
-    if model_type.removesuffix("_text") not in {"mixtral", *converted}:
-        return
-    taken = [layer for layer in layers if layer.rpartition(".")[2] in _NAMES_OF_EXPERTS]
-    if taken:
-        problem = f"PEFT takes adapters of {', '.join(taken)} in {model_type} for those of experts"
-        raise ConfigError(f"--adapter: {problem}; leave it out to export the merged model")
-
-
-_NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-
-
 class _Layout(NamedTuple):
-    """Where transformers has our linear layers."""
+    """Where the class that loads the base has our linear layers."""
 
+    model_type: str
+    """of the class"""
+    modules: Sequence[str]
+    """the names of its modules, among which PEFT looks for those to adapt"""
     places: Mapping[str, Place]
     """in its layers, by our layer"""
     n_out: Mapping[str, int]
     """rows of its layers"""
-    transposed: bool
+    transposed: bool = False
     """see `Family`"""
 
 
-def _find_layout(config: AnyModelConfig) -> _Layout:
+def _find_layout(config: AnyModelConfig, base: str) -> _Layout:
+    """Return where the class that loads `base` has the linear layers of a model of `config`.
+
+    Raises:
+        ConfigError: `base` has no config.json, or its class does not contain the model.
+    """
+    if isinstance(config, TransformersConfig):
+        return _find_layout_in_class(config, base)
     places: dict[str, Place] = {}
     n_out: dict[str, int] = {}
-    if isinstance(config, TransformersConfig):
-        for name, (n_rows, _) in name_linear_layers(config).items():
-            places[f"{NETWORK}.{name}"] = Place(name, start=0, transposed=False)
-            n_out[name] = n_rows
-        return _Layout(places, n_out, transposed=False)
     family = config_json.find_family(config)
     of_parameters, shapes = families.map_parameters(family, config)
     for name, place in of_parameters.items():
@@ -396,7 +391,67 @@ def _find_layout(config: AnyModelConfig) -> _Layout:
     for name, shape in shapes.items():
         if len(shape) == 2:
             n_out[name.removesuffix(".weight")] = shape[1 if family.transposed else 0]
-    return _Layout(places, n_out, family.transposed)
+    return _Layout(family.model_type, list(n_out), places, n_out, family.transposed)
+
+
+def _find_layout_in_class(config: TransformersConfig, base: str) -> _Layout:
+    """Return where the class that config.json of `base` names has the layers of the trained one."""
+    try:
+        base_config = read_config(weights.read_config(base))
+    except ConfigError as error:
+        remedy = "pass the directory of the original Hugging Face model with --base"
+        raise ConfigError(f"{error}; {remedy}") from None
+    network = build_network(read_config(config.transformers_config))
+    with torch.device("meta"):
+        saved = build_saved_model(base_config, network)
+    saved_names = {name: saved_name for saved_name, name in find_names(saved, network).items()}
+    places: dict[str, Place] = {}
+    n_out: dict[str, int] = {}
+    for name, (n_rows, _) in find_linear_layers(network).items():
+        layer = saved_names[f"{name}.weight"].removesuffix(".weight")
+        places[f"{NETWORK}.{name}"] = Place(layer, start=0, transposed=False)
+        n_out[layer] = n_rows
+    modules = [name for name, _ in saved.named_modules()]
+    return _Layout(saved.config.model_type, modules, places, n_out)
+
+
+def _name_targets(adapted: Collection[str], modules: Iterable[str]) -> dict[str, str]:
+    """Return what `target_modules` calls each of the layers `adapted`.
+
+    It is a layer's name in its block, or if other modules end with this one, too, e.g. those of a
+    vision tower, the complete name: PEFT adapts every module that ends with a target.
+    """
+    in_blocks = {name: re.split(r"\.\d+\.", name, maxsplit=1)[-1] for name in adapted}
+    others = [f".{module}" for module in modules if module not in adapted]
+    targets: dict[str, str] = {}
+    for name, in_block in in_blocks.items():
+        is_others = any(other.endswith(f".{in_block}") for other in others)
+        targets[name] = name if is_others else in_block
+    return targets
+
+
+def _refuse_names_of_experts(model_type: str, targets: Iterable[str]) -> None:
+    """Raise ConfigError if PEFT takes `targets` in a class for the matrices of its experts.
+
+    In files of older versions, these were layers of such names. PEFT goes by the last part of a
+    target, so that dense layers and shared experts cannot be told from them.
+    """
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as LAYOUTS  # PEFT's
+
+    layout = "mixtral" if model_type == "mixtral" else LAYOUTS.get(model_type, "")
+    names = _NAMES_OF_EXPERTS.get(layout, set())
+    taken = [target for target in targets if target.rpartition(".")[2] in names]
+    if taken:
+        shown = ", ".join(limit_problems(sorted(set(taken))))
+        problem = f"PEFT takes adapters of {shown} in {model_type} for those of experts"
+        raise ConfigError(f"--adapter: {problem}; leave it out to export the merged model")
+
+
+_NAMES_OF_EXPERTS = {
+    "mixtral": {"gate", "w1", "w2", "w3"},
+    "qwen2_moe": {"gate", "gate_proj", "up_proj", "down_proj"},
+}
+"""of PEFT's `_MOE_TARGET_MODULE_MAPPING`"""
 
 
 def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor, Tensor]:
@@ -420,7 +475,7 @@ def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor,
 def _write_peft_config(
     base: Base, config: LoraConfig, ranks: Mapping[str, int], *, transposed: bool
 ) -> bytes:
-    """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by layer."""
+    """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by target."""
     name = base.source
     revision: str | None = None
     is_on_hub = not Path(base.source).is_absolute()
