@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -289,6 +290,11 @@ def use_collectives(world: World) -> dict[str, Any]:
     def fail() -> int:
         raise RunError("not today")
 
+    def fail_while_0_waits() -> None:
+        if world.rank:
+            fail()
+        threading.Event().wait()
+
     ran_on: list[int] = []
     return {
         "gathered": world.all_gather_object(("rank", world.rank)),
@@ -301,6 +307,7 @@ def use_collectives(world: World) -> dict[str, Any]:
             lambda: world.on_rank0(lambda: ran_on.append(world.rank) or f"by {world.rank}")
         ),
         "on rank 0: refused": outcome(lambda: world.on_rank0(fail)),
+        "in threads": outcome(lambda: world.run_in_thread(fail_while_0_waits)),
         "ran on": ran_on,
     }
 
@@ -354,6 +361,11 @@ def test_on_rank0_returns_or_raises_on_every_rank(outcomes: Outcomes) -> None:
     assert [rank["ran on"] for rank in outcomes] == [[0], [], []]
     refused = ("RunError", "not today")
     assert [rank["on rank 0: refused"] for rank in outcomes] == [refused] * 3
+
+
+@pytest.mark.slow
+def test_run_in_thread_fails_while_another_ranks_thread_is_running(outcomes: Outcomes) -> None:
+    assert [rank["in threads"] for rank in outcomes] == [("RunError", "not today")] * 3
 
 
 # ---- watchdog

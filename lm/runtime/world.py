@@ -6,12 +6,14 @@ The default process group carries tensors (NCCL on GPUs, gloo on CPUs, both for 
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -234,12 +236,14 @@ class World:
     def _run_in_thread(
         self, here: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        with futures.ThreadPoolExecutor(1) as pool:
-            if here:
-                future = pool.submit(function, *args, **kwargs)
-            else:
-                future = pool.submit(_do_nothing)
-            self.wait_for(future)
+        future: futures.Future[None] = futures.Future()
+        if here:
+            # A daemon thread: if another rank fails, this one ends without waiting for its own.
+            call = partial(function, *args, **kwargs)
+            threading.Thread(target=_complete, args=(future, call), daemon=True).start()
+        else:
+            future.set_result(None)
+        self.wait_for(future)
 
     def for_saver(self) -> World:
         """Return the world for the thread that writes checkpoints, with another group."""
@@ -274,5 +278,9 @@ class World:
                 raise ConfigError(*problems)
 
 
-def _do_nothing() -> None:
-    """What a rank runs that only waits for others."""
+def _complete(future: futures.Future[None], call: Callable[[], Any]) -> None:
+    try:
+        call()
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
