@@ -36,7 +36,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.location import Location, UrlLocation
-from lm.checkpoint.manifest import CheckpointError, read_manifest
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.config.reading import read_hyperparameters
@@ -285,8 +285,21 @@ def test_checkpoint_list_of_a_url(
 
 @pytest.mark.slow
 def test_checkpoint_verify_of_a_url(
-    two_machines: TwoMachines, capsys: pytest.CaptureFixture[str]
+    two_machines: TwoMachines,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    copies: list[int] = []
+
+    def download_and_count(self: UrlLocation, directory: Path) -> Path:
+        path = download(self, directory)
+        copies.append(len(list(tmp_path.glob(f"*/*/{MANIFEST}"))))
+        return path
+
+    download = UrlLocation.download
+    monkeypatch.setattr(UrlLocation, "download", download_and_count)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     checkpoints = f"{two_machines.url}/checkpoints"
     newest, intact = two_machines.uuids[3], two_machines.uuids[2]
     assert command.main(["verify", f"{checkpoints}/{intact}"]) == 0
@@ -297,6 +310,7 @@ def test_checkpoint_verify_of_a_url(
     assert lines[-1].startswith(
         f"{newest}  not complete: {checkpoints}/{newest}/{SHARDS[1]}: damaged"
     )
+    assert copies == [1] * (1 + len(lines)), "one checkpoint at a time is on this disk"
 
 
 @pytest.mark.slow

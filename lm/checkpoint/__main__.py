@@ -102,12 +102,12 @@ def verify_at(location: Location) -> tuple[Manifest, str]:
     from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
 
     assert isinstance(location, PlainLocation)
-    path = location.fetch()
-    manifest = read_manifest(path)
-    try:
-        verify(path, manifest)
-    except CheckpointError as error:
-        raise CheckpointError(str(error).replace(str(path), str(location))) from None
+    with location.fetch() as path:
+        manifest = read_manifest(path)
+        try:
+            verify(path, manifest)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(path), str(location))) from None
     return manifest, "complete"
 
 

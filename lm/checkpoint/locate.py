@@ -10,11 +10,16 @@ from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.data.tokenizer.files import MODEL_CONFIG, TOKENIZER_JSON
 from lm.errors import ConfigError, oserror_as_config_error
+from lm.launch.cleanup import open_until_exit
 
 
+@oserror_as_config_error
 def find_checkpoint(where: Path | str) -> Path:
-    """Return the directory of the checkpoint at `where`; one at a URL is downloaded."""
-    return locate_checkpoint(where).fetch()
+    """Return the directory of the checkpoint at `where`.
+
+    One at a URL is downloaded; the copy is deleted when the process ends.
+    """
+    return open_until_exit(locate_checkpoint(where).fetch())
 
 
 @oserror_as_config_error

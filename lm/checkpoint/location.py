@@ -21,9 +21,8 @@ from lm.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
-from lm.errors import RunError, oserror_as_config_error
+from lm.errors import RunError
 from lm.fileio import MAX_JSON_BYTES
-from lm.launch.cleanup import at_exit
 from lm.runtime.run_dir import TRANSFER_PREFIX
 
 if TYPE_CHECKING:
@@ -62,8 +61,8 @@ class DirectoryLocation(Location):
     def read_manifest(self) -> Manifest:
         return read_manifest(self.path, check_files=False)
 
-    def fetch(self) -> Path:
-        return self.path
+    def fetch(self) -> AbstractContextManager[Path]:
+        return nullcontext(self.path)
 
     def open(self, _world: World, _transfers: Path | None) -> AbstractContextManager[Path]:
         return nullcontext(self.path)
@@ -101,12 +100,11 @@ class UrlLocation(Location):
         check_sizes(self.where, manifest, sizes.__getitem__)
         return manifest
 
-    @oserror_as_config_error
-    def fetch(self) -> Path:
-        """Return a directory with the checkpoint; a copy is deleted when the process ends."""
-        directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        at_exit(shutil.rmtree, directory, ignore_errors=True)
-        return self.download(directory / self.name)
+    @contextmanager
+    def fetch(self) -> Iterator[Path]:
+        """Yield a directory with the checkpoint: a copy, which is deleted at the end."""
+        with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
+            yield self.download(Path(directory) / self.name)
 
     def download(self, directory: Path) -> Path:
         """Download the checkpoint to the new directory `directory` and return it.

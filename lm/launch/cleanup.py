@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import ParamSpec
+from contextlib import AbstractContextManager, ExitStack
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _callbacks = ExitStack()
 atexit.register(_callbacks.close)
@@ -16,6 +17,11 @@ atexit.register(_callbacks.close)
 def at_exit(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Call `function` when this process ends, unless a signal kills it."""
     _callbacks.callback(function, *args, **kwargs)
+
+
+def open_until_exit(resource: AbstractContextManager[T]) -> T:
+    """Enter `resource` and return what it yields; it is closed when this process ends."""
+    return _callbacks.enter_context(resource)
 
 
 def clean_up() -> None:
