@@ -18,20 +18,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from lm.checkpoint.checkpointer import Checkpointer, SavedState, State
 from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
 from lm.checkpoint.contents import verify
+from lm.checkpoint.layout import hyperparameters_of
 from lm.checkpoint.locate import locate_checkpoint
 from lm.checkpoint.location import DirectoryLocation, Location, parse_location
 from lm.checkpoint.manifest import (
-    MANIFEST,
     CheckpointError,
     Manifest,
     RunInfo,
     TrainingProgress,
-    describe_invalid,
 )
 from lm.checkpoint.store import CheckpointStore
 from lm.command_line import rerun_command
@@ -48,7 +47,7 @@ from lm.errors import (
 from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
-from lm.training.config import WINDOW, OptimConfig
+from lm.training.config import WINDOW, OptimConfig, SkipConfig
 from lm.training.optim import learning_rate
 from lm.units import format_bytes
 
@@ -151,16 +150,17 @@ def is_complete(
     if manifest is None:
         return False
     newest = plan.resume_candidates[0]
-    # Of a URL, sizes were compared: to download all files would take long.
-    if isinstance(newest, DirectoryLocation):
-        try:
+    run = str(store).removesuffix("/checkpoints")
+    try:
+        # Of a URL, sizes were compared: to download all files would take long.
+        if isinstance(newest, DirectoryLocation):
             with world.all_or_none():
                 verify(newest.path, manifest, world.rank, world.size)
-        except CheckpointError:
-            return False
+        lines = world.on_rank0(describe_complete_run, run, newest, manifest, run_info)
+    except CheckpointError:  # `load_checkpoint` names it, and loads the one before it
+        return False
     if world.rank == 0:
-        run = str(store).removesuffix("/checkpoints")
-        print("\n".join(describe_complete_run(run, manifest, run_info)))
+        print("\n".join(lines))
     return True
 
 
@@ -179,10 +179,16 @@ def find_complete(
     return None
 
 
-def describe_complete_run(run: str, saved: Manifest, run_info: RunInfo) -> list[str]:
-    """Return lines that say that the run at `run` has no step left, and commands that train on."""
+def describe_complete_run(
+    run: str, location: Location, saved: Manifest, run_info: RunInfo
+) -> list[str]:
+    """Return lines that say that the run at `run` has no step left, and commands that train on.
+
+    Raises:
+        CheckpointError: the hyperparameters of the checkpoint at `location` are not a run's.
+    """
     changes = require_same_run(saved, run_info)
-    trained = _Schedule.model_validate(saved.hyperparameters)
+    trained = hyperparameters_of(str(location), saved, _Schedule)
     now = _Schedule.model_validate(run_info.hyperparameters)
     planned = trained.max_steps or saved.step
     if planned > saved.step:
@@ -294,6 +300,7 @@ def _resume_from(
     for change in changes:
         log(f"changed: {make_printable(change)}")
     jump = compare_learning_rates(location, manifest, run_info)
+    late = too_late_to_skip(location, manifest, run_info)
     parts = dict(state)
     if not manifest.loss_scaled:
         del parts["scaler"]
@@ -308,17 +315,25 @@ def _resume_from(
         log(jump)
     if starts_window:
         log(f"skip_spikes: skips no spike before {WINDOW} more steps have been taken")
-    for first, last in too_late_to_skip(manifest, run_info):
+    for first, last in late:
         remedy = f"to skip all of it, resume from a checkpoint before step {first}"
         log(f"skip_steps: [{first}, {last}] starts too late; {remedy} (resume=CHECKPOINT)")
     return manifest
 
 
-def too_late_to_skip(saved: Manifest, run_info: RunInfo) -> list[list[int]]:
-    """Return the ranges of `skip_steps` that are new and start in a step that is saved."""
-    old = saved.hyperparameters.get("skip_steps") or []
-    new = run_info.hyperparameters.get("skip_steps") or []
-    return [steps for steps in new if steps[0] <= saved.step and steps not in old]
+def too_late_to_skip(
+    location: Location, saved: Manifest, run_info: RunInfo
+) -> list[tuple[int, int]]:
+    """Return the ranges of `skip_steps` that are new and start in a step that is saved.
+
+    Raises:
+        CheckpointError: the hyperparameters of the checkpoint at `location` are not a run's.
+    """
+    old = hyperparameters_of(str(location), saved, SkipConfig).skip_steps or ()
+    new = run_info.hyperparameters.get("skip_steps") or ()
+    return [
+        (first, last) for first, last in new if first <= saved.step and (first, last) not in old
+    ]
 
 
 def _load_weights(
@@ -387,11 +402,7 @@ def compare_learning_rates(location: Location, saved: Manifest, run_info: RunInf
         CheckpointError: the hyperparameters of the checkpoint at `location` are not a run's.
     """
     step = saved.step
-    try:
-        old = _Schedule.model_validate(saved.hyperparameters)
-    except ValidationError as error:
-        problem = describe_invalid(error, "hyperparameters")
-        raise CheckpointError(f"{location}/{MANIFEST}: damaged: {problem}") from None
+    old = hyperparameters_of(str(location), saved, _Schedule)
     new = _Schedule.model_validate(run_info.hyperparameters)
     old_length = old.max_steps or 0
     new_length = new.max_steps or 0

@@ -387,7 +387,8 @@ def test_resume_from_another_run_moves_the_earlier_one_aside(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("lr", [1]), ("max_steps", "x"), ("beta1", 1e999), ("lr", True)]
+    ("key", "value"),
+    [("lr", [1]), ("max_steps", "x"), ("beta1", 1e999), ("lr", True), ("skip_steps", 5)],
 )
 def test_resume_refuses_hyperparameters_of_wrong_types(
     key: str, value: object, two_steps: Path, tmp_path: Path
@@ -398,6 +399,17 @@ def test_resume_refuses_hyperparameters_of_wrong_types(
     problem, remedy = refused.stderr.splitlines()
     assert f"{forged}/manifest.json: damaged: hyperparameters.{key}: " in problem
     assert "set resume to another one" in remedy
+
+
+def test_complete_run_with_a_hyperparameter_of_a_wrong_type_is_damaged(
+    two_steps: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two_steps / "runs", tmp_path / "runs")
+    checkpoint = checkpoints_by_step(tmp_path)[2]
+    known = read_manifest(checkpoint).hyperparameters
+    forge_manifest(checkpoint, hyperparameters=known | {"lr": "1e-4x"})
+    refused = run_fsdp(tmp_path, "max_steps=2", code=1)
+    assert f"{checkpoint}/manifest.json: damaged: hyperparameters.lr" in refused.stderr
 
 
 def test_resume_of_an_earlier_version_has_defaults(two_steps: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def lora_config(where: Path | str, manifest: Manifest, model: AnyModelConfig) ->
     """
     if manifest.base is None:
         return LoraConfig.model_validate({})
-    config = _select(where, manifest, LoraConfig)
+    config = hyperparameters_of(where, manifest, LoraConfig)
     problems = list(adapter_problems(config, model))
     if config.lora_rank is None:
         problems.append(("lora_rank", "null, but the manifest names a base of adapters"))
@@ -57,8 +57,12 @@ def lora_config(where: Path | str, manifest: Manifest, model: AnyModelConfig) ->
     return config
 
 
-def _select(where: Path | str, manifest: Manifest, config: type[T]) -> T:
-    """Return the hyperparameters of a part; one that an earlier version lacked has its default."""
+def hyperparameters_of(where: Path | str, manifest: Manifest, config: type[T]) -> T:
+    """Return the hyperparameters of a part; one that an earlier version lacked has its default.
+
+    Raises:
+        CheckpointError: they are not valid.
+    """
     values: dict[str, Any] = {}
     for key in config.model_fields:
         if key in manifest.hyperparameters:
