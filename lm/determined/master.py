@@ -67,7 +67,7 @@ def retrying() -> Iterator[None]:
     except REFUSALS as error:
         reason = " ".join(str(error).split())
         raise RunError(
-            f"the Determined master refused a report: {reason}; the last checkpoint is kept",
+            f"the Determined master refused a report: {reason}; complete checkpoints are kept",
             rank_local=True,
         ) from error
 

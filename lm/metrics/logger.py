@@ -58,7 +58,7 @@ class MetricLogger:
             where = self._run_dir
             if error.filename:
                 where = os.fsdecode(error.filename)  # bytes, of TensorBoard's files
-            problem = f"cannot write metrics ({error.strerror}); the last checkpoint is kept"
+            problem = f"cannot write metrics ({error.strerror}); complete checkpoints are kept"
             raise RunError(f"{where}: {problem}", rank_local=True) from None
 
     def start(

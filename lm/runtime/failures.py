@@ -58,7 +58,7 @@ def as_run_error(error: BaseException | None, rank: int) -> RunError | None:
         remedy = "set TMPDIR to another directory, or compile=false"
         return ConfigError(f"rank {rank}: {problem} puts its code; {remedy}", rank_local=True)
     if isinstance(error, OSError):
-        return RunError(f"rank {rank}: {error}; the last checkpoint is kept", rank_local=True)
+        return RunError(f"rank {rank}: {error}; complete checkpoints are kept", rank_local=True)
     if is_out_of_memory(error):
         return _out_of_memory_error(error, rank)
     return None
