@@ -282,14 +282,6 @@ def _document_mask(
     return mask_mod(b, b, indices[:, None], indices)
 
 
-def limit_mask(mask: Tensor, window: int | None, position_ids: Tensor) -> Tensor:
-    """Return `mask` `(B, 1, T, T)` without keys that are `window` or more positions back."""
-    if window is None:
-        return mask
-    distance = position_ids[:, :, None] - position_ids[:, None, :]  # B T T
-    return mask & (distance < window)[:, None]
-
-
 @functools.cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, compiled; else FlexAttention would materialize the scores of all pairs."""
@@ -942,8 +934,6 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
-        position_ids: Tensor | None = None,
-        mask: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> Tensor | RoutedLoss:
         """Return the loss, the scores of targets, the next token's logits, or all logits.
@@ -955,11 +945,6 @@ class Transformer(nn.Module):
             document_ids: `(B, T)`, equal for adjacent tokens of one document. Attention stays
                 within a document. None = one document per sequence.
             cache: keys and values of the tokens before `tokens`; is extended by T.
-            position_ids: `(T,)` or `(B, T)`, positions for the rotary or learned embedding; without
-                `mask` they do not affect which tokens are attended to. None = consecutive,
-                restarting in each document.
-            mask: `(B, 1, T, T)`, true = attend, instead of causal attention. Sliding windows limit
-                it by the distance in `position_ids`, then `(B, T)`.
             queries: `(N,)`, the tokens that `targets`, then `(N,)`, come after, as indices into
                 the flattened `tokens`.
 
@@ -983,23 +968,18 @@ class Transformer(nn.Module):
             raise ValueError(f"max_seq_len: {end} tokens exceed {c.max_seq_len}")
         indices = torch.arange(start, end, device=tokens.device)  # T, in the sequence
         document_start = None
-        default_position_ids = indices
+        position_ids = indices
         if document_ids is not None:
             document_start = find_document_starts(document_ids, indices)  # B T
-            default_position_ids = indices - document_start
-        if position_ids is None:
-            position_ids = default_position_ids
+            position_ids = indices - document_start  # restarts in each document
         x = self.embedding(tokens, position_ids)  # B T D
 
-        attention_mask: Tensor | BlockMask | None
-        if mask is not None:
-            attention_mask = limit_mask(mask, c.sliding_window, position_ids)
-        else:
-            use_flex = cache is None and can_use_flex(c, tokens.device, self.training)
-            attention_mask = make_mask(
-                c.sliding_window, len(tokens), indices, document_start, end, use_flex
-            )
-        inputs = self._attention_inputs(x, position_ids, attention_mask)
+        # Tasks, whose rows are of one document each, compile nothing, as their lengths differ.
+        # FlexAttention is slow then.
+        is_task = queries is not None and document_ids is None
+        use_flex = cache is None and not is_task and can_use_flex(c, tokens.device, self.training)
+        mask = make_mask(c.sliding_window, len(tokens), indices, document_start, end, use_flex)
+        inputs = self._attention_inputs(x, position_ids, mask)
         counted = None
         if self.training and queries is None:
             counted = targets

