@@ -220,16 +220,6 @@ class TransformersModel(nn.Module):
 
         return [module for module in candidates if shares_nothing(module)]
 
-    def router_weights(self) -> set[nn.Parameter]:
-        """Return the weights of linear layers with an output for each expert."""
-        n_experts = _count_experts(self.network.config)
-        found: set[nn.Parameter] = set()
-        for block in self.blocks:
-            for module in block.modules():
-                if isinstance(module, nn.Linear) and module.out_features == n_experts:
-                    found.add(cast(nn.Parameter, module.weight))
-        return found
-
     def kept_in_float32(self, dtype: torch.dtype | None) -> set[nn.Parameter]:
         """Return the parameters that are computed with in float32, whatever `dtype` is."""
         if dtype is None:
@@ -674,12 +664,3 @@ def reads_weight(kind: type[nn.Module], name: str, *, or_dtype: bool = False) ->
         if is_foreign and pattern.search(_source_of(base.__module__)):
             return True
     return False
-
-
-def _count_experts(config: PreTrainedConfig) -> int:
-    """Return how many experts each layer has; 0 if there are none."""
-    for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        n_experts = getattr(config, key, None)
-        if isinstance(n_experts, int) and n_experts > 0:
-            return n_experts
-    return 0

@@ -46,6 +46,7 @@ from lm.launch.console import warn
 from lm.program import describe_packages, describe_program
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
+from lm.training.roles import is_selector
 from lm.transformers_config import Examined, PackedBy, TransformersConfig
 from lm.transformers_model import (
     TransformersModel,
@@ -575,7 +576,7 @@ class _Exam:
         return _compare_gradients(_train_on_batch(model, batch), self.alone.gradients)
 
     def gradients(self) -> Finding:
-        unexpected = [name for name in self.untrained if not _selects(name)]
+        unexpected = [name for name in self.untrained if not is_selector(name)]
         return Finding(holds=not unexpected, detail=", ".join(unexpected))
 
     def bfloat16(self) -> Finding:
@@ -671,14 +672,3 @@ class _Exam:
                 lora.merge_adapter(adapters, config, name, weight)
             document = self.documents[0]
             return _compare(adapted(document), merged(document), "logits")
-
-
-def _selects(name: str) -> bool:
-    """Return whether a parameter selects experts or tokens, perhaps without a gradient."""
-    parts = name.split(".")
-    is_bias_of_experts = parts[-1].endswith(("correction_bias", "expert_bias"))
-    return is_bias_of_experts or not _SELECTING.isdisjoint(parts)
-
-
-_SELECTING = {"gate", "router", "indexer"}
-"""modules"""

@@ -13,9 +13,9 @@ from torch.optim.adamw import adamw
 
 from lm.training.config import OptimConfig
 from lm.training.muon import Muon, orthogonalization_dtype
+from lm.training.roles import find_decayed, find_matrices
 from lm.training.transfer import UNSCALED, Scale, Transfer
-from lm.transformers_model import AnyModel, TransformersModel
-from model import ExpertLinear, Experts
+from lm.transformers_model import AnyModel
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -46,21 +46,6 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
         case "cosine":
             decay = (1 - math.cos(math.pi * progress)) / 2
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
-
-
-def find_matrices(model: AnyModel) -> set[nn.Parameter]:
-    """Return the weights of the linear layers in blocks, but of routers, which Muon updates."""
-    matrices: set[nn.Parameter] = set()
-    routers: set[nn.Parameter] = set()
-    if isinstance(model, TransformersModel):
-        routers = model.router_weights()
-    for block in model.blocks:
-        for module in block.modules():
-            if isinstance(module, nn.Linear | ExpertLinear):
-                matrices.add(cast(nn.Parameter, module.weight))
-            elif isinstance(module, Experts):
-                routers.add(cast(nn.Parameter, module.router.weight))
-    return matrices - routers
 
 
 def group_by_scale(
@@ -190,6 +175,7 @@ class Optimizer:
         of_muon: set[nn.Parameter] = set()
         if config.optimizer == "muon":
             of_muon = find_matrices(cast(AnyModel, model))
+        decayed = find_decayed(model)
         self._multipliers: dict[str, float] = {}
         matrices: dict[nn.Parameter, Scale] = {}
         hidden_matrices: dict[nn.Parameter, Scale] = {}
@@ -197,12 +183,12 @@ class Optimizer:
         for name, p in self._parameters.items():
             scale = transfer.scale(name)
             self._multipliers[name] = scale.multiplier
-            if p.ndim < 2:
-                vectors[p] = scale
-            elif p in of_muon:
+            if p in of_muon:
                 hidden_matrices[p] = scale
-            else:
+            elif p in decayed:
                 matrices[p] = scale
+            else:
+                vectors[p] = scale
         groups = [
             *group_by_scale(matrices, config.weight_decay, config.adam_eps),
             *group_by_scale(vectors, 0.0, config.adam_eps),

@@ -1,0 +1,93 @@
+"""What a parameter is follows from its modules and names, and not from its shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.training.optim import OptimConfig, Optimizer
+from lm.training.roles import find_matrices
+from lm.transformers_model import TransformersModel, without_numbers
+from tests.support.hf import complete_values
+from tests.support.hyperparameters import OF_TRANSFORMERS
+
+
+def make_model(kind: str, sizes: dict[str, int], **changes: Any) -> TransformersModel:
+    values = complete_values(kind, sizes, **changes)
+    config = OF_TRANSFORMERS.model_copy(update={"transformers_config": values})
+    with torch.device("meta"):
+        return TransformersModel(config)
+
+
+def names_of(model: TransformersModel, parameters: set[Any]) -> set[str]:
+    """Of what, e.g. "self_attn.q_proj.weight"."""
+    named = model.network.named_parameters()
+    names = {without_numbers(name) for name, p in named if p in parameters}
+    return {name.rpartition("*.")[2] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "matrices", "routers"),
+    [
+        ("llama4_text", {}, {"self_attn.k_proj"}, {"feed_forward.router"}),
+        ("phimoe", {}, {"self_attn.k_proj"}, {"mlp.router"}),
+        ("afmoe", {}, {"self_attn.k_proj", "mlp.gate_proj"}, {"mlp.router.gate"}),
+        ("longcat_flash", {}, {"q_b_proj"}, {"mlp.router.classifier"}),
+        # As many experts as keys and values have dimensions, as in Qwen3-Next-80B.
+        ("qwen3_next", {"num_experts": 32}, {"self_attn.k_proj", "self_attn.v_proj"}, set()),
+    ],
+)
+def test_muon_leaves_routers_to_adamw(
+    kind: str, sizes: dict[str, int], matrices: set[str], routers: set[str]
+) -> None:
+    model = make_model(kind, sizes)
+    layers = {p for p in model.network.parameters() if p.ndim == 2}
+    found = find_matrices(model)
+    assert names_of(model, found) >= {f"{name}.weight" for name in matrices}
+    assert names_of(model, layers - found) >= {f"{name}.weight" for name in routers}
+    assert not [name for name in names_of(model, found) if "router" in name]
+    assert all(p.ndim == 2 for p in found)  # not the experts, which are one tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "kept", "decayed"),
+    [
+        (
+            "gpt_oss",
+            {},
+            {"mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"},
+            {"mlp.experts.gate_up_proj", "mlp.router.weight", "self_attn.q_proj.weight"},
+        ),
+        (
+            "cohere",
+            {"use_qk_norm": True},
+            {"self_attn.q_norm.weight", "self_attn.k_norm.weight"},
+            {"self_attn.q_proj.weight"},
+        ),
+        (
+            "recurrent_gemma",
+            {},
+            {"temporal_block.rg_lru.input_gate_bias"},
+            {"temporal_block.rg_lru.input_gate_weight"},
+        ),
+        ("deepseek_v4", {}, {"self_attn.compressor.position_bias"}, {"mlp.gate.weight"}),
+        ("inkling_text", {}, set(), {"model.embed_tokens.weight"}),
+    ],
+)
+def test_norms_and_biases_of_two_dimensions_have_no_weight_decay(
+    kind: str, changes: dict[str, Any], kept: set[str], decayed: set[str]
+) -> None:
+    model = make_model(kind, {}, **changes).to_empty(device="cpu")
+    before: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        p.data.fill_(1.0)
+        p.grad = torch.zeros_like(p)
+        before[name] = p.detach().clone()
+    optimizer = Optimizer(OptimConfig(weight_decay=0.1), model)
+    optimizer.step(1.0, None, torch.zeros(()))
+    changed = {p for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert not kept & names_of(model, changed)
+    assert decayed <= names_of(model, changed)
