@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 
@@ -13,10 +14,21 @@ def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's rows of `tensor`, in the same memory."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    local = tensor.detach()
+    local = tensor
+    if local.requires_grad:
+        local = local.detach()
     # torchao wraps weights that are all-gathered in float8, and has no public name for what it
     # wraps.
     return getattr(local, "_tensor", local)
+
+
+def shard_group(tensor: Tensor) -> ProcessGroup | None:
+    """Return the ranks that have the other rows of `tensor`; None = this rank has all."""
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                return tensor.device_mesh.get_group(mesh_dim)
+    return None
 
 
 class Rows(NamedTuple):

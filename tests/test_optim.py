@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from lm.model_config import ModelConfig
+from lm.runtime.world import MeshShape, World
 from lm.training.optim import OptimConfig, Optimizer, learning_rate
+from model import Transformer
+from tests.support.hyperparameters import TINY
+from tests.support.ranks import in_world
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
@@ -224,3 +232,33 @@ def test_optimizer_state_dict_resumes(dtype: str) -> None:
         take_step(of_model)
     assert equal(first.state_dict(), second.state_dict())
     assert equal(optimizer.state_dict(), resumed.state_dict())
+
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {},
+    {"optimizer": "muon"},
+    {"optim_dtype": "bfloat16", "beta2": 0.95},
+]
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS)
+def test_optimizer_keeps_no_objects_of_sharded_parameters(settings: dict[str, Any]) -> None:
+    def count_kept(world: World) -> Counter[str]:
+        model = Transformer(ModelConfig.model_validate(TINY))
+        fully_shard(model, mesh=world.device_mesh(MeshShape(replicate=1, shard=1)))
+        optimizer = Optimizer(config(**settings), model)
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+
+        def count_objects_after_steps(n_steps: int) -> Counter[str]:
+            for _ in range(n_steps):
+                model(tokens, tokens).backward()
+                take_step(optimizer)
+            gc.collect()
+            return Counter(type(thing).__name__ for thing in gc.get_objects())
+
+        count_objects_after_steps(3)  # what is cached
+        before = count_objects_after_steps(3)
+        return count_objects_after_steps(20) - before
+
+    kept = {kind: n for kind, n in in_world(count_kept).items() if n >= 20}
+    assert not kept

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from lm.shards import shard_group, to_local
 from lm.training.config import OptimConfig
 from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.roles import find_decayed, find_matrices
@@ -48,95 +49,78 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
 
 
-def group_by_scale(
-    parameters: Mapping[nn.Parameter, Scale], weight_decay: float, eps: float
-) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups, one for each scale."""
-    groups: dict[Scale, dict[str, Any]] = {}
-    for p, scale in parameters.items():
-        if scale not in groups:
-            groups[scale] = {
-                "params": [],
-                "lr_scale": scale.lr,
-                "weight_decay": weight_decay * scale.weight_decay,
-                "eps": eps * scale.eps,
+class AdamW:
+    """PyTorch's fused AdamW over this rank's shards.
+
+    `torch.optim.AdamW` would step over DTensors: PyTorch 2.11 then keeps an object per parameter
+    and step forever (pytorch#188174).
+
+    Args:
+        scales: of the learning rate, the weight decay and epsilon of each parameter.
+    """
+
+    def __init__(self, config: OptimConfig, scales: Mapping[nn.Parameter, Scale]) -> None:
+        self._config = config
+        self._groups: dict[Scale, list[nn.Parameter]] = {}
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        moment_dtype = getattr(torch, config.optim_dtype)
+        for p, scale in scales.items():
+            self._groups.setdefault(scale, []).append(p)
+            self.state[p] = {
+                "step": torch.zeros((), device=p.device),
+                "exp_avg": torch.zeros_like(p, dtype=moment_dtype),
+                "exp_avg_sq": torch.zeros_like(p, dtype=moment_dtype),
             }
-        groups[scale]["params"].append(p)
-    return list(groups.values())
-
-
-def create_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    """Return PyTorch's fused AdamW, or `MixedAdamW`, for parameter groups.
-
-    Its state exists, so that no step has to create it.
-    """
-    moment_dtype = getattr(torch, config.optim_dtype)
-    parameters = [p for group in groups for p in group["params"]]
-    kernel_takes_mixed_dtypes = parameters[0].is_cuda and torch.__version__ >= "2.13"
-    adamw_type = torch.optim.AdamW
-    if moment_dtype != torch.float32 and not kernel_takes_mixed_dtypes:
-        adamw_type = MixedAdamW
-    betas = (config.beta1, config.beta2)
-    optimizer = adamw_type(groups, lr=config.lr, betas=betas, fused=True)
-    for p in parameters:
-        optimizer.state[p] = {
-            "step": torch.zeros((), device=p.device),
-            "exp_avg": torch.zeros_like(p, dtype=moment_dtype),
-            "exp_avg_sq": torch.zeros_like(p, dtype=moment_dtype),
-        }
-    return optimizer
-
-
-def create_muon(
-    config: OptimConfig, scales: Mapping[nn.Parameter, Scale], compute_dtype: torch.dtype | None
-) -> Muon:
-    """Return Muon for matrices and their scales."""
-    dtype = orthogonalization_dtype(compute_dtype)
-    state_dtype = getattr(torch, config.optim_dtype)
-    return Muon(scales, config.muon_momentum, config.weight_decay, state_dtype, dtype)
-
-
-class MixedAdamW(torch.optim.AdamW):
-    """Fused AdamW with moments in bfloat16, where the kernel wants them in float32.
-
-    It converts those of one parameter at a time.
-    """
+        takes_mixed_dtypes = next(iter(scales)).is_cuda and torch.__version__ >= "2.13"
+        self._converts = moment_dtype != torch.float32 and not takes_mixed_dtypes
+        """whether the kernel takes the moments in float32 only"""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the parameters that have gradients."""
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
+    def step(self, lr: float, divisor: Tensor | None, skipped: Tensor) -> None:
+        """Update the parameters that have gradients; see `Optimizer.step`."""
+        for scale, parameters in self._groups.items():
+            with_gradients = [p for p in parameters if p.grad is not None]
+            if self._converts:
+                for p in with_gradients:
+                    self._update([p], scale, lr, divisor, skipped)
+            else:
+                self._update(with_gradients, scale, lr, divisor, skipped)
 
-    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
-        mean = state["exp_avg"].float()
-        mean_sq = state["exp_avg_sq"].float()
-        beta1, beta2 = group["betas"]
+    def _update(
+        self,
+        parameters: Sequence[nn.Parameter],
+        scale: Scale,
+        lr: float,
+        divisor: Tensor | None,
+        skipped: Tensor,
+    ) -> None:
+        means = [to_local(self.state[p]["exp_avg"]) for p in parameters]
+        mean_squares = [to_local(self.state[p]["exp_avg_sq"]) for p in parameters]
+        kept = [*means, *mean_squares]
+        if self._converts:
+            means = [mean.float() for mean in means]
+            mean_squares = [mean_square.float() for mean_square in mean_squares]
         adamw(
-            [p],
-            [p.grad],  # pyright: ignore[reportArgumentType]
-            [mean],
-            [mean_sq],
+            [to_local(p) for p in parameters],
+            [to_local(cast(Tensor, p.grad)) for p in parameters],
+            means,
+            mean_squares,
             [],
-            [state["step"]],
+            [self.state[p]["step"] for p in parameters],
             fused=True,
-            grad_scale=self.grad_scale,  # type: ignore[attr-defined]
-            found_inf=self.found_inf,  # type: ignore[attr-defined]
-            has_complex=False,
-            amsgrad=group["amsgrad"],
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
+            grad_scale=divisor,  # the kernel also writes the gradients that it has divided
+            found_inf=skipped,
+            amsgrad=False,
+            beta1=self._config.beta1,
+            beta2=self._config.beta2,
+            lr=lr * scale.lr,
+            weight_decay=self._config.weight_decay * scale.weight_decay,
+            eps=self._config.adam_eps * scale.eps,
+            maximize=False,
         )
-        state["exp_avg"].copy_(mean)
-        state["exp_avg_sq"].copy_(mean_sq)
+        if self._converts:
+            for moment, value in zip(kept, [*means, *mean_squares], strict=True):
+                moment.copy_(value)
 
 
 class GradientMeasures(NamedTuple):
@@ -172,32 +156,33 @@ class Optimizer:
     ) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        of_muon: set[nn.Parameter] = set()
+        self._shard_group = shard_group(next(iter(self._parameters.values())))
+        muons: set[nn.Parameter] = set()
         if config.optimizer == "muon":
-            of_muon = find_matrices(cast(AnyModel, model))
-        decayed = find_decayed(model)
+            muons = find_matrices(cast(AnyModel, model))
         self._multipliers: dict[str, float] = {}
-        matrices: dict[nn.Parameter, Scale] = {}
-        hidden_matrices: dict[nn.Parameter, Scale] = {}
-        vectors: dict[nn.Parameter, Scale] = {}
+        of_adamw: dict[nn.Parameter, Scale] = {}
+        of_muon: dict[nn.Parameter, Scale] = {}
+        decayed = find_decayed(model)
         for name, p in self._parameters.items():
             scale = transfer.scale(name)
             self._multipliers[name] = scale.multiplier
-            if p in of_muon:
-                hidden_matrices[p] = scale
+            if p in muons:
+                of_muon[p] = scale
             elif p in decayed:
-                matrices[p] = scale
+                of_adamw[p] = scale
             else:
-                vectors[p] = scale
-        groups = [
-            *group_by_scale(matrices, config.weight_decay, config.adam_eps),
-            *group_by_scale(vectors, 0.0, config.adam_eps),
-        ]
-        self._adamw = create_adamw(config, groups)
+                of_adamw[p] = scale._replace(weight_decay=0.0)
+        self._adamw = AdamW(config, of_adamw)
         self._muon: Muon | None = None
-        if hidden_matrices:
-            self._muon = create_muon(config, hidden_matrices, compute_dtype)
+        if of_muon:
+            dtype = orthogonalization_dtype(compute_dtype)
+            state_dtype = getattr(torch, config.optim_dtype)
+            self._muon = Muon(
+                of_muon, config.muon_momentum, config.weight_decay, state_dtype, dtype
+            )
 
+    @torch.no_grad()
     def _grad_norm(self) -> Tensor:
         """Return the norm over all ranks of the gradients that unfolded parameters would have.
 
@@ -207,13 +192,16 @@ class Optimizer:
         gradients: dict[float, list[Tensor]] = {}
         for name, p in self._parameters.items():
             if p.grad is not None:
-                gradients.setdefault(self._multipliers[name], []).append(p.grad)
+                gradients.setdefault(self._multipliers[name], []).append(to_local(p.grad))
         norms = []
         for multiplier, its_gradients in gradients.items():
-            norm = torch.nn.utils.get_total_norm(its_gradients)
-            if isinstance(norm, DTensor):
-                norm = norm.full_tensor()
-            norms.append(norm * multiplier)
+            # As torch.nn.utils.get_total_norm, which keeps objects of DTensors (see `AdamW`).
+            of_each = torch.stack(torch._foreach_norm(its_gradients))
+            if self._shard_group is not None:
+                squares = of_each**2
+                dist.all_reduce(squares, group=self._shard_group)
+                of_each = squares**0.5
+            norms.append(torch.linalg.vector_norm(of_each) * multiplier)
         if len(norms) == 1:
             return norms[0]
         return torch.linalg.vector_norm(torch.stack(norms))
@@ -242,15 +230,10 @@ class Optimizer:
             divisor: a scalar on the device of the gradients; None = 1.
             skipped: another; 1.0 = change nothing.
         """
-        # The attributes that torch.amp.GradScaler sets, and the kernel reads. With `grad_scale`, it
-        # also writes the gradients that it has divided.
-        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
-        self._adamw.found_inf = skipped  # type: ignore[attr-defined]
-        for group in self._adamw.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        self._adamw.step()
-        if self._muon is not None:
-            self._muon.step(lr, divisor, skipped)
+        with torch.profiler.record_function("Optimizer.step"):
+            self._adamw.step(lr, divisor, skipped)
+            if self._muon is not None:
+                self._muon.step(lr, divisor, skipped)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -259,7 +242,7 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state tensors, the moments and step counts, by parameter name and key."""
-        states: dict[Tensor, dict[str, Tensor]] = dict(self._adamw.state)
+        states = dict(self._adamw.state)
         if self._muon is not None:
             states |= self._muon.state
         tensors = {}
