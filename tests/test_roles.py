@@ -86,7 +86,7 @@ def test_norms_and_biases_of_two_dimensions_have_no_weight_decay(
         p.data.fill_(1.0)
         p.grad = torch.zeros_like(p)
         before[name] = p.detach().clone()
-    optimizer = Optimizer(OptimConfig(weight_decay=0.1), model)
+    optimizer = Optimizer(OptimConfig.model_validate({"weight_decay": 0.1}), model)
     optimizer.step(1.0, None, torch.zeros(()))
     changed = {p for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert not kept & names_of(model, changed)
