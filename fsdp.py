@@ -65,7 +65,7 @@ from lm.launch.spawn import run_and_exit
 from lm.metrics.accumulator import MetricsAccumulator
 from lm.metrics.device import peak_flops
 from lm.metrics.logger import MetricLogger
-from lm.objectives.dpo import DPO
+from lm.objectives.dpo import DPO, check_repeatable
 from lm.objectives.objective import Losses, NextToken, Objective
 from lm.preflight import ResolvedRun, preflight
 from lm.report import write_report
@@ -210,7 +210,8 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
             The shards, which the optimizer updates, are float32.
     """
     with torch.device("meta"):
-        model = lora.add_adapters(new_model(hp.model), hp.lora, amp_dtype)
+        model = new_model(hp.model, dropout=not hp.objective.of_pairs)
+        model = lora.add_adapters(model, hp.lora, amp_dtype)
     parallelize.transform_blocks(model, hp.parallel, mesh, hp.precision.float8)
     fsdp_options: dict[str, Any] = {
         "mesh": mesh,
@@ -442,6 +443,9 @@ class Trainer:
             n_computed = 0
             for pairs in self.until_stopped(self.loader.all_pairs()):
                 if self.world.any_rank(objective.lacks_reference(pairs)):  # in no checkpoint
+                    if n_computed == 0:
+                        with self.world.all_or_none():
+                            check_repeatable(self.model, pairs)
                     objective.compute_reference(self.model, pairs)
                     n_computed += 1
                     if n_computed % rate == 0:

@@ -238,7 +238,7 @@ class ResolvedRun:
         hp = self.hp
         notes = list(self.data.notes)
         if isinstance(hp.model, TransformersConfig):
-            notes += hp.model.notes()
+            notes += hp.model.notes(dropout=not hp.objective.of_pairs)
         for task in self.tasks:
             notes += task.notes()
         notes += self.memory.notes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -56,6 +57,32 @@ class LinearLayers(BaseModel, frozen=True, extra="forbid"):
     count: int = Field(gt=0)
 
 
+_RANDOM = ("drop", "jitter")
+"""parts of the names of rates of random changes in training"""
+
+
+def _is_random_rate(key: str, value: Any) -> bool:
+    return type(value) in (int, float) and any(word in key for word in _RANDOM)
+
+
+def find_random_rates(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the rates above 0 of random changes in training, e.g. of dropout, in a config.json."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from find_random_rates(value)
+        elif _is_random_rate(key, value) and value > 0:
+            yield key, value
+
+
+def set_random_rates(values: dict[str, Any], rate: float) -> None:
+    """Set the rates of random changes in training in a config.json, in place."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            set_random_rates(value, rate)
+        elif _is_random_rate(key, value):
+            values[key] = type(value)(rate)  # 0 where the class takes integers only
+
+
 class TransformersConfig(Config, frozen=True):
     """A language model of transformers: the config of its class, and what was found out of it."""
 
@@ -79,10 +106,21 @@ class TransformersConfig(Config, frozen=True):
         found = self.examined.details.get("bfloat16")
         return f"{self.model_type} in bfloat16 is not as exact as its class itself ({found})"
 
-    def notes(self) -> list[str]:
-        """Return a line on each thing that is done otherwise than for other models, or not."""
+    def notes(self, *, dropout: bool) -> list[str]:
+        """Return a line on each thing that is done otherwise than for other models, or not.
+
+        Args:
+            dropout: whether random changes in training are made.
+        """
         examined = self.examined
         notes: list[str] = []
+        rates = dict(find_random_rates(self.transformers_config))
+        if rates:
+            shown = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
+            note = f"random in training, as its config.json says: {shown}"
+            if not dropout:
+                note = f"its reference has to compute the same (objective: dpo), so 0 here: {shown}"
+            notes.append(note)
         if not examined.hidden_states:
             notes.append("the loss computes all logits at once, as its class changes them")
         if not examined.cache:

@@ -33,7 +33,12 @@ from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.launch.requirements import requires
 from lm.model_config import MAX_LAYERS, MAX_SIZE
-from lm.transformers_config import AnyModelConfig, LinearLayers, TransformersConfig
+from lm.transformers_config import (
+    AnyModelConfig,
+    LinearLayers,
+    TransformersConfig,
+    set_random_rates,
+)
 from model import (
     IGNORE_INDEX,
     ChunkedLoss,
@@ -62,12 +67,19 @@ class TransformersCache:
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers."""
+    """A causal language model of transformers.
 
-    def __init__(self, config: TransformersConfig) -> None:
+    Args:
+        dropout: False = without dropout and other random changes in training.
+    """
+
+    def __init__(self, config: TransformersConfig, *, dropout: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.network = build_network(read_config(config.transformers_config))
+        values = copy.deepcopy(config.transformers_config)
+        if not dropout:
+            set_random_rates(values, 0.0)
+        self.network = build_network(read_config(values))
         self.network.config.use_cache = False  # recomputed layers would extend it again
         self.blocks = find_blocks(self.network)
         self.loss = ChunkedLoss()
@@ -257,10 +269,14 @@ class TransformersModel(nn.Module):
 AnyModel = Transformer | TransformersModel
 
 
-def new_model(config: AnyModelConfig) -> AnyModel:
-    """Return a model on the current default device; of transformers, on the meta device."""
+def new_model(config: AnyModelConfig, *, dropout: bool = True) -> AnyModel:
+    """Return a model on the current default device; of transformers, on the meta device.
+
+    Args:
+        dropout: False = without what a config.json lets be random in training.
+    """
     if isinstance(config, TransformersConfig):
-        return TransformersModel(config)
+        return TransformersModel(config, dropout=dropout)
     return Transformer(config)
 
 

@@ -18,20 +18,24 @@ from torch import Tensor, nn
 
 from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
+from lm.data.loader import Loader
 from lm.data.run_data import open_data
 from lm.determined.search import Searcher
-from lm.errors import ConfigError
+from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.inputs import check_searcher
 from lm.memory import Ranks
 from lm.metrics.device import GIB
+from lm.objectives.dpo import check_repeatable
 from lm.plan.step import device_bytes, find_peak, measure_step
+from model import Transformer
 from tests.support.hf import (
     LLAMA,
     adapters_in_peft,
     add_tokenizer,
     make_reference,
     names_in_transformers,
+    save_model,
     start_as_ours,
 )
 from tests.support.hyperparameters import LLAMA_STYLE, TINY, named_keys
@@ -513,6 +517,45 @@ DPO.compute_reference = compute_wrongly
 """
     refused = run_fsdp(tmp_path, config=sources.settings(), script=script, code=1)
     assert "differs from its reference" in refused.stderr
+
+
+RANDOM = {
+    "granite": {"attention_dropout": 0.1},
+    "opt": {"dropout": 0.1, "attention_dropout": 0.2},
+    "phimoe": {"input_jitter_noise": 0.01, "router_jitter_noise": 0.01},
+}
+"""rates of random changes in training, as models are published with"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RANDOM)
+def test_what_config_json_lets_be_random_is_not(
+    kind: str, sources: Sources, tmp_path: Path
+) -> None:
+    save_model(kind, tmp_path / kind, RANDOM[kind])
+    files = {"train_data": str(sources.pairs), "val_data": str(sources.pairs)}
+    settings = TRAINING | files | {"init_from": str(tmp_path / kind), "lr": 1e-12}
+    for dtype in (None, "bfloat16"):
+        name = f"run_name={dtype}"
+        run = run_fsdp(tmp_path, name, config=settings | {"amp_dtype": dtype}, code=0)
+        for key, rate in RANDOM[kind].items():
+            assert f"{key} {rate}" in run.stdout
+        for report in read_reports(tmp_path, name=str(dtype)).values():
+            assert report["reward_chosen"] == report["reward_rejected"] == 0
+            assert report["loss"] == pytest.approx(math.log(2), abs=1e-8)
+
+
+def test_a_random_model_has_no_reference(sources: Sources) -> None:
+    settings = TINY | {"dataset": "jsonl", "tokenizer": "bytes", "vocab_size": 300}
+    files = {"train_data": str(sources.pairs), "val_data": str(sources.pairs)}
+    hp = read_hyperparameters({"hyperparameters": settings | files}, [], "test")
+    data = open_data(hp.data, 300, hp.model.max_seq_len, 4, seed=1, pairs=True)
+    loader = Loader(hp.data, data, 4, 0, 1, torch.device("cpu"))
+    pairs = next(iter(loader.all_pairs()))
+    check_repeatable(Transformer(hp.own_model), pairs)
+    random_model = Transformer(hp.own_model.model_copy(update={"dropout": 0.1}))
+    with pytest.raises(RunError, match="no reference"):
+        check_repeatable(random_model, pairs)
 
 
 # ---- adapters

@@ -904,6 +904,12 @@ def test_models_that_cannot_be_trained_exactly_are_refused_before_weights_are_re
     assert all(line.startswith(str(tmp_path / "config.json")) for line in error.value.problems)
 
 
+def test_layers_that_are_left_out_at_random_are_refused(tmp_path: Path) -> None:
+    save_model("opt", tmp_path, {"layerdrop": 0.5})
+    with pytest.raises(ConfigError, match=r"init_from: layerdrop 0\.5 in its config\.json"):
+        read_with_model_defaults(settings(tmp_path))
+
+
 @pytest.mark.slow
 def test_a_layout_that_transformers_only_reads_is_refused_before_it_is_trained(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1041,14 +1047,19 @@ def test_a_class_is_examined_once_for_all_sizes(capfd: pytest.CaptureFixture[str
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_cache")
 def test_run_names_what_it_does_otherwise_for_a_class() -> None:
-    assert examined_config(complete_values("llama")).notes() == []
-    assert examined_config(complete_values("gemma2")).notes() == [
+    def notes(kind: str, **values: Any) -> list[str]:
+        return examined_config(complete_values(kind) | values).notes(dropout=True)
+
+    assert notes("llama") == []
+    assert notes("gemma2") == [
         "gemma2: the loss computes all logits at once, as its class changes them"
     ]
-    (note,) = examined_config(complete_values("mamba2")).notes()
+    (note,) = notes("mamba2")
     assert note.startswith("mamba2: samples compute all tokens again for each new one")
-    (note,) = examined_config(complete_values("olmoe", output_router_logits=True)).notes()
+    (note,) = notes("olmoe", output_router_logits=True)
     assert note.startswith("olmoe: the loss of output_router_logits")
+    (note,) = notes("llama", attention_dropout=0.1)
+    assert note.endswith("attention_dropout 0.1")
 
 
 class NoisyLayer(LlamaDecoderLayer):

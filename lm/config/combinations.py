@@ -11,7 +11,7 @@ from lm.fields import need_of
 from lm.model_config import ModelConfig
 from lm.training import config as training
 from lm.training.config import TransferConfig
-from lm.transformers_config import TransformersConfig
+from lm.transformers_config import TransformersConfig, find_random_rates
 
 
 def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
@@ -107,6 +107,11 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
         yield "attend_across_documents", f"{problem}; remove attend_across_documents"
     if hp.precision.amp_dtype == "bfloat16" and not examined.bfloat16:
         yield "amp_dtype", f"bfloat16: {hp.model.reason_against_bfloat16}; use amp_dtype: null"
+    for key, rate in find_random_rates(hp.model.transformers_config):
+        if "layerdrop" in key:
+            problem = f"{key} {rate:g} in its config.json leaves out whole layers at random"
+            reason = "which no rank can do alone, as all gather the weights of a layer together"
+            yield "init_from", f"{problem}, {reason}; set it to 0 in a copy of the model"
     mode = hp.parallel.activation_checkpointing
     holds = {
         "none": True,

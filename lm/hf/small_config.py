@@ -13,6 +13,8 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from lm.transformers_config import set_random_rates
+
 VOCABULARY = 96
 WINDOW = 8
 """tokens of sliding windows and of chunks: fewer than documents have in the examination"""
@@ -119,8 +121,6 @@ _EXPERTS_PER_TOKEN = (
 _EXPERT_GROUPS = ("n_group", "num_expert_group")
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 _ROPE = ("rope_parameters", "rope_scaling")
-_RANDOM = ("drop", "jitter")
-"""parts of the names of rates of random changes in training"""
 _RATE = 0.25
 
 
@@ -149,24 +149,15 @@ def _cut(
     for key in _ROPE:
         if isinstance(small.get(key), dict):
             _cut_rope(small[key], small, cuts_widths=cuts_widths)
-    _set_rates(small, 0.0)
+    set_random_rates(small, 0.0)
     return small
 
 
 def with_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with dropout wherever its class can have some."""
     random = copy.deepcopy(dict(config))
-    _set_rates(random, _RATE)
+    set_random_rates(random, _RATE)
     return random
-
-
-def _set_rates(config: dict[str, Any], rate: float) -> None:
-    """Set the rates of random changes in training."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _set_rates(value, rate)
-        elif type(value) in (int, float) and any(word in key for word in _RANDOM):
-            config[key] = type(value)(rate)  # 0 where the class takes integers only
 
 
 def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:

@@ -138,6 +138,14 @@ class DPO(Objective):
         return -(1 - smoothing) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
 
 
+@torch.no_grad()
+def check_repeatable(model: AnyModel, pairs: PairBatch) -> None:
+    """Raise RunError if `model` scores the same replies otherwise when it is called again."""
+    if not torch.equal(score_replies(model, pairs), score_replies(model, pairs)):
+        problem = "the model computes other log-probabilities of the same replies at each call"
+        raise RunError(f"objective: dpo: {problem}, so it has no reference; use another init_from")
+
+
 def score_replies(model: AnyModel, pairs: PairBatch) -> Tensor:
     """Return the log-probability of each reply after its prompt in nats, `(R,)` float64."""
     log_probs, _ = model(

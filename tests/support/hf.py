@@ -74,11 +74,11 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
     return model
 
 
-def complete_values(kind: str, sizes: Mapping[str, int] = {}, **changes: Any) -> dict[str, Any]:
+def complete_values(kind: str, sizes: Mapping[str, float] = {}, **changes: Any) -> dict[str, Any]:
     """Return the values of a small model of a `kind` of transformers.
 
     Args:
-        sizes: instead of the small ones.
+        sizes: instead of the small ones, and rates instead of 0.
         changes: of the config of which the small one is made.
     """
     config = transformers.CONFIG_MAPPING[kind]()
@@ -104,7 +104,7 @@ def randomize(model: nn.Module) -> None:
                 parameter += 0.05 * noise
 
 
-def save_model(kind: str, folder: Path, sizes: Mapping[str, int] = {}, **changes: Any) -> None:
+def save_model(kind: str, folder: Path, sizes: Mapping[str, float] = {}, **changes: Any) -> None:
     """Save a small model of a `kind` of transformers, with a tokenizer."""
     values = complete_values(kind, sizes, **changes)
     model = transformers.AutoModelForCausalLM.from_config(read_config(values))
