@@ -19,6 +19,7 @@
 3  lm.sampling                                   text from a model
 2  lm.transformers_model                         models of transformers, as model.py's
 1  model.py, lm.runtime, lm.determined           the model; the ranks; the master
+1  lm.storage                                     folders that appear complete; the user's cache
 1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
 0  lm.delta_rule                                 linear attention inside of documents
 0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows

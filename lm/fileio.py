@@ -86,6 +86,24 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
+def find_stranger(directory: Path, owner: int) -> str | None:
+    """Return why not only the user `owner` decides what is in `directory`; None = only they do.
+
+    Raises:
+        OSError: it does not exist.
+    """
+    status = directory.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link"
+    if not stat.S_ISDIR(status.st_mode):
+        return "is no directory"
+    if status.st_uid != owner:
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written to by other users"
+    return None
+
+
 def read_bytes(path: Path, limit: int) -> bytes:
     """Return the content of the regular file `path`, which has at most `limit` bytes.
 

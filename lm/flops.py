@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 
-from lm.data.cache import remembered
 from lm.model_config import ModelConfig
 from lm.program import describe_program
+from lm.storage.cache import remembered
 from lm.training.config import LoraConfig
 from lm.transformers_config import AnyModelConfig
 

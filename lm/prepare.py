@@ -12,9 +12,7 @@ and tokens are written in the order of the input; threads encode parts of 128 KB
 from __future__ import annotations
 
 import argparse
-import errno
 import itertools
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,16 +30,7 @@ from lm.data.readers import (
     read_documents,
     read_ids,
 )
-from lm.data.token_file import (
-    DRAFTS,
-    LOCK,
-    OUTPUT_FILES,
-    READY,
-    TRAIN,
-    SourceRecord,
-    TokenFileWriter,
-    read_index,
-)
+from lm.data.token_file import OUTPUT_FILES, TRAIN, SourceRecord, TokenFileWriter, read_index
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
@@ -49,7 +38,7 @@ from lm.errors import ConfigError, RunError, command
 from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
-from lm.runtime.run_dir import lock_file, release_leases
+from lm.storage.folder import drafted, writing
 from lm.units import format_bytes, format_count
 
 
@@ -70,48 +59,33 @@ def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
         tokenizer = _UnknownTokenizer(args.vocab_size)
     elif args.tokenizer is not None:
         tokenizer = load_tokenizer(args.tokenizer)
-    _lock_directory(args.out)
     index = args.out / f"{TRAIN}.json"
-    drafts = args.out / DRAFTS
-    try:
-        token_file.install_dataset(args.out)
+    _check_replaceable(args.out)
+    with writing(args.out, remedy="nothing was written"):
         modified = [path.stat().st_mtime_ns for path in files]
         sources = [token_file.make_source_record(path) for path in files]
         if index.exists() and not args.overwrite:
             return [_check_existing(args, index, sources, tokenizer)]
-        shutil.rmtree(drafts, ignore_errors=True)
-        drafts.mkdir()
-        lines = _write_drafts(args, files, sources, tokenizer)
-        for path, before in zip(files, modified, strict=True):
-            if path.stat().st_mtime_ns != before:
-                raise RunError(f"{path}: changed while it was read; run the command again")
-        drafts.rename(args.out / READY)
-        token_file.install_dataset(args.out)
+        with drafted(args.out, if_exists="replace") as draft:
+            lines = _write_files(draft, args, files, sources, tokenizer)
+            for path, before in zip(files, modified, strict=True):
+                if path.stat().st_mtime_ns != before:
+                    raise RunError(f"{path}: changed while it was read; run the command again")
         return lines
-    except OSError as error:
-        problem = f"{error.filename or args.out}: {error.strerror}"
-        if error.errno == errno.ENOSPC:
-            problem += f"; {shutil.disk_usage(args.out).free:,} bytes are free"
-        raise RunError(f"{problem}; nothing was written") from None
-    finally:
-        shutil.rmtree(drafts, ignore_errors=True)
-        release_leases()
 
 
-def _lock_directory(out: Path) -> None:
-    """Make the directory `out`, and hold it until this process ends."""
-    if out.is_symlink():
-        problem = "is a symbolic link; pass the directory that it leads to"
-        raise ConfigError(f"--out: {out}: {problem}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        holder = lock_file(out / LOCK)
-    except OSError as error:
-        problem = f"cannot be written and locked: {error.strerror}; pass another directory"
-        raise ConfigError(f"--out: {out}: {problem}") from None
-    if holder:
-        remedy = "wait for it, stop it, or choose another directory"
-        raise RunError(f"--out: {out}: in use by {holder}; {remedy}")
+def _check_replaceable(out: Path) -> None:
+    """Raise ConfigError if a new directory at `out` would replace more than a dataset."""
+    remedy = f"pass a new one, e.g. --out {out / 'tokens'}"
+    if out.is_symlink() or out.is_mount() or out.name in ("", ".."):
+        problem = "is a link, a mount point or relative, which cannot be replaced"
+        raise ConfigError(f"--out: {out}: {problem}; {remedy}")
+    if not out.exists():
+        return
+    others = sorted({path.name for path in out.iterdir()} - OUTPUT_FILES)
+    if others:
+        problem = f"has files that are not of a dataset, e.g. {others[0]}"
+        raise ConfigError(f"--out: {out}: {problem}; {remedy}")
 
 
 def _index_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,13 +118,14 @@ def _check_existing(
     return f"{token_file.describe_split(path, index)}: already exists"
 
 
-def _write_drafts(
+def _write_files(
+    draft: Path,
     args: argparse.Namespace,
     files: Sequence[Path],
     sources: Sequence[SourceRecord],
     tokenizer: Tokenizer | _UnknownTokenizer | None,
 ) -> list[str]:
-    """Write all files of the dataset. Return the lines to print."""
+    """Write all files of the dataset to `draft`. Return the lines to print."""
     fraction = args.validation_fraction
     notes: list[str] = []
     text_files = [path for path in files if format_of(path, args.format) != "hdf5"]
@@ -166,11 +141,10 @@ def _write_drafts(
         if tokenizer.vocab_size != args.train_tokenizer:
             size = f"{tokenizer.vocab_size} tokens"
             notes.append(f"the trained tokenizer has {size}: the text contains no more")
-    drafts = args.out / DRAFTS
     for name, content in tokenizer.files.items():
-        write_durably(drafts / name, content)
+        write_durably(draft / name, content)
     splits = token_file.SPLITS if fraction else (TRAIN,)
-    writers = [TokenFileWriter(drafts, name, tokenizer.vocab_size) for name in splits]
+    writers = [TokenFileWriter(draft, name, tokenizer.vocab_size) for name in splits]
     n_tokens = 0
     n_bytes = 0
     started = time.monotonic()
@@ -332,7 +306,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def find_inputs(args: argparse.Namespace) -> list[Path]:
-    """Return the input files in the order of the command line, without the dataset in --out.
+    """Return the input files in the order of the command line, without those in --out.
 
     A file that is found under several names is returned once.
     """
@@ -347,7 +321,7 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
     out = args.out.resolve()
     files: list[Path] = []
     for target, path in targets.items():
-        if target.parent != out or target.name not in OUTPUT_FILES:
+        if target.parent != out:
             files.append(path)
     if targets and not files:
         remedy = "pass the files to encode"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from collections import Counter
@@ -15,6 +16,8 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+
+from tests.support import REPOSITORY
 
 with suppress(ImportError):  # where only the tests of GPUs are run, which need no Hypothesis
     import hypothesis
@@ -80,3 +83,12 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     from tests.support.servers import use_s3
 
     return use_s3(monkeypatch, s3_server, tmp_path.name)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """For LD_PRELOAD: a file system that lacks what environment variables name."""
+    path = tmp_path_factory.mktemp("library") / "file_system.so"
+    source = REPOSITORY / "tests" / "support" / "file_system.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source, "-ldl"], check=True)
+    return str(path)

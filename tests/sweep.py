@@ -133,10 +133,10 @@ def write_records() -> int:
 
 def tokenize(*names: str) -> int:
     """Fill the cache with the data of runs."""
-    from lm.data.cache import describe_files
     from lm.data.jsonl import JsonlDataset
     from lm.data.text import read_text
     from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
+    from lm.storage.cache import describe_files
 
     def run() -> int:
         for name in names:
@@ -159,8 +159,8 @@ def entries(folder: Path) -> dict[str, bytes]:
 
 def has_entries(folder: Path) -> bool:
     """Whether the entries of `tokenize("old.jsonl")` are complete."""
-    with_json_lines = 6
-    with_text = 3
+    with_json_lines = 7
+    with_text = 4
     return len(entries(folder)) >= with_json_lines + with_text
 
 

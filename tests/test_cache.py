@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,17 +18,18 @@ import numpy as np
 import pytest
 import torch
 
-from lm.data.cache import KEPT_DAYS, cache_directory, cached, describe_files
 from lm.data.jsonl import JsonlDataset
 from lm.data.text import hash_tokens, read_text
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.data.windows import check_token_files, cut_file
 from lm.errors import ConfigError
+from lm.storage.cache import KEPT_DAYS, cache_directory, cached, describe_files, remembered
+from lm.storage.folder import MANIFEST
 from tests.support import PATIENCE, REPOSITORY
 
 BUILD = """
 import os, pathlib, sys
-from lm.data.cache import cached
+from lm.storage.cache import cached
 
 def build(directory):
     with open("builds", "a") as file:
@@ -39,24 +43,24 @@ print((cached({}, build) / "value").read_text(), flush=True)
 """
 
 
-def start(tmp_path: Path) -> subprocess.Popen[str]:
+def start(tmp_path: Path, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", BUILD],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
 
 
 def entries() -> list[str]:
-    names = [path.name for path in (cache_directory() / "tokens").iterdir()]
-    return sorted(name for name in names if not name.endswith(".lock"))
+    return sorted(path.name for path in (cache_directory() / "tokens").iterdir())
 
 
-def write_value(directory: Path) -> None:
-    (directory / "value").write_text("complete")
+def write_value(directory: Path, value: str = "complete") -> None:
+    (directory / "value").write_text(value)
 
 
 def test_two_processes_compute_an_entry_once(tmp_path: Path) -> None:
@@ -66,7 +70,7 @@ def test_two_processes_compute_an_entry_once(tmp_path: Path) -> None:
         with start(tmp_path) as second:
             output, _ = first.communicate("\n", timeout=PATIENCE)
             assert output == "complete\n"
-            assert second.communicate("\n", timeout=PATIENCE) == ("complete\n", None)
+            assert second.communicate("\n", timeout=PATIENCE)[0] == "complete\n"
     assert (tmp_path / "builds").read_text() == "x"
 
 
@@ -75,11 +79,138 @@ def test_killed_process_leaves_no_entry(tmp_path: Path) -> None:
         assert killed.stdout is not None
         assert killed.stdout.readline() == "building\n"
         killed.send_signal(signal.SIGKILL)
-    (draft,) = entries()
-    assert draft.startswith(".")
+    draft, lock = entries()
+    assert draft.startswith(lock.removesuffix("lock"))
+    cached({"kind": "another"}, write_value)
+    (another,) = entries()
     with start(tmp_path) as again:
         assert again.communicate("\n", timeout=PATIENCE)[0] == "building\ncomplete\n"
-    assert entries() == [draft[1:65]]
+    assert entries() == sorted([draft[1:65], another])
+
+
+@pytest.mark.parametrize("error", [0, errno.ENOSYS])
+def test_without_locks_both_compute_and_one_result_stays(
+    error: int, tmp_path: Path, library: str
+) -> None:
+    env = {"LD_PRELOAD": library, "FLOCK": str(error)}
+    with start(tmp_path, **env) as first, start(tmp_path, **env) as second:
+        for process in (first, second):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "building\n"
+        for process in (first, second):
+            assert process.communicate("\n", timeout=PATIENCE) == ("complete\n", "")
+    assert [len(name) for name in entries()] == [64]
+
+
+def test_wait_for_a_stopped_process_is_said(tmp_path: Path) -> None:
+    with start(tmp_path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "building\n"
+        first.send_signal(signal.SIGSTOP)
+        with start(tmp_path) as second:
+            assert second.stderr is not None
+            assert f"waiting for process {first.pid} on " in second.stderr.readline()
+            first.send_signal(signal.SIGCONT)
+            assert first.communicate("\n", timeout=PATIENCE)[0] == "complete\n"
+            assert second.communicate("\n", timeout=PATIENCE)[0] == "complete\n"
+
+
+def set_to_zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+DAMAGES = [set_to_zero, truncate, empty, Path.unlink, replace_by_fifo, replace_by_link]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["value", MANIFEST])
+def test_damaged_entry_is_computed_again(
+    damage: Callable[[Path], None], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(cached({}, write_value) / name)
+    entry = cached({}, write_value)
+    assert (entry / "value").read_text() == "complete"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{entry}: {name}")
+    assert line.endswith(": computed again")
+    cached({}, Path.rmdir)  # not called
+    assert entries() == [entry.name]
+
+
+def give_to_another_user(path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12345, -1)
+
+
+def let_all_write(path: Path) -> None:
+    path.chmod(0o777)
+
+
+STRANGERS = [give_to_another_user, let_all_write, replace_by_link]
+
+
+@pytest.mark.parametrize("damage", STRANGERS)
+def test_entry_that_others_could_have_written_is_computed_again(
+    damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(cached({}, write_value))
+    entry = cached({}, lambda draft: write_value(draft, "again"))
+    assert (entry / "value").read_text() == "again"
+    assert capsys.readouterr().err.endswith(": computed again\n")
+
+
+def test_entry_under_the_name_of_another_is_computed_again() -> None:
+    first = cached({"kind": "first"}, lambda draft: write_value(draft, "first"))
+    second = cached({"kind": "second"}, write_value)
+    shutil.rmtree(second)
+    first.rename(second)
+    assert (cached({"kind": "second"}, write_value) / "value").read_text() == "complete"
+
+
+@pytest.mark.parametrize("damage", STRANGERS)
+def test_cache_that_others_can_write_to_is_not_used(
+    damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("tokens", "values"):
+        (cache_directory() / name).mkdir(parents=True)
+        damage(cache_directory() / name)
+    entry = cached({}, write_value)
+    assert entry.parent.parent == Path(tempfile.gettempdir())
+    assert remembered("facts", lambda: "value") == "value"
+    assert capsys.readouterr().err.count("not used, as it ") == 2
+    assert list((cache_directory() / "values").iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_value_is_computed_again(
+    damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    remembered("facts", lambda: "value")
+    assert remembered("facts", lambda: "another") == "value"
+    (path,) = (cache_directory() / "values").iterdir()
+    damage(path)
+    assert remembered("facts", lambda: "again") == "again"
+    assert damage is Path.unlink or "computed again" in capsys.readouterr().err
+    assert remembered("facts", lambda: "another") == "again"
 
 
 FULL = """
@@ -88,13 +219,13 @@ from pathlib import Path
 from lm.data.jsonl import JsonlDataset
 from lm.data.text import read_text
 from lm.data.tokenizer.loading import load_tokenizer
-from lm.errors import ConfigError
+from lm.errors import RunError
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 try:
     JsonlDataset([Path("a.jsonl")], load_tokenizer("bytes"), 32)
-except ConfigError as error:
-    print(error)
+except RunError as error:
+    print(error.exit_code, error)
 """
 
 
@@ -107,7 +238,8 @@ def test_full_disk_is_one_line_and_leaves_nothing(n_bytes: int, tmp_path: Path) 
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
-    assert "File too large" in line
+    assert line.startswith(f"1 {cache_directory()}/tokens/")
+    assert line.endswith("; set XDG_CACHE_HOME to a directory of another disk")
     assert entries() == []
 
 
@@ -142,7 +274,7 @@ def test_cache_that_cannot_be_written_is_replaced(monkeypatch: pytest.MonkeyPatc
 TEMPORARY = """
 import sys
 from pathlib import Path
-from lm.data.cache import cached
+from lm.storage.cache import cached
 from lm.launch.spawn import run_and_exit
 
 def compute():
@@ -163,6 +295,16 @@ def test_command_deletes_what_replaced_the_cache(code: int, tmp_path: Path) -> N
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "complete\n", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_command_leaves_nothing_for_long(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
+    env["XDG_CACHE_HOME"] = "/dev/null"
+    kill = TEMPORARY.replace("return int(sys.argv[2])", "os.kill(os.getpid(), 9)")
+    for script, n_left in ((kill, 1), (kill, 1), (TEMPORARY, 0)):
+        command = [sys.executable, "-c", f"import os\n{script}", str(tmp_path), "0"]
+        subprocess.run(command, env=env, check=False)
+        assert len(list(tmp_path.iterdir())) == n_left
 
 
 def test_other_content_is_another_entry(tmp_path: Path) -> None:
@@ -213,6 +355,17 @@ def test_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         hash_tokens(second, 10, 51)
 
 
+@pytest.mark.parametrize("name", ["inputs.npy", "targets.npy", "description.json"])
+def test_damaged_dataset_is_tokenized_again(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "to be or not to be"}\n' * 8)
+    tokenizer = load_tokenizer("bytes")
+    expected = JsonlDataset([path], tokenizer, 32)[0].inputs
+    (entry,) = (cache_directory() / "tokens").iterdir()
+    set_to_zero(entry / name)
+    assert np.array_equal(JsonlDataset([path], tokenizer, 32)[0].inputs, expected)
+
+
 def test_damaged_text_is_found_before_step_1(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("to be or not to be" * 100)
@@ -222,5 +375,4 @@ def test_damaged_text_is_found_before_step_1(tmp_path: Path) -> None:
     problem = f"{text.path}: damaged: differs from train.json; delete {text.path.parent}: "
     with pytest.raises(ConfigError, match=problem):
         check_token_files([cut_file(text, 8, "")])
-    shutil.rmtree(text.path.parent)
     check_token_files([cut_file(read_text([path], load_tokenizer("bytes")), 8, "")])

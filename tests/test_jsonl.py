@@ -18,7 +18,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.data.cache import cache_directory
 from lm.data.chat_template import RenderedChat
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader
@@ -29,6 +28,7 @@ from lm.data.tokenizer.file_tokenizer import FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
+from lm.storage.cache import cache_directory
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support.hyperparameters import TINY, named_keys

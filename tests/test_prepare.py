@@ -171,10 +171,6 @@ def test_prepare_reads_files_in_order(tmp_path: Path) -> None:
     sources = index.sources[: len(paths)]
     assert [source.name for source in sources] == [str(path) for path in paths]
     assert [source.bytes for source in sources] == [len(content) for content in FILES.values()]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "lock",
-        *sorted(content(tmp_path / "out")),
-    ]
     assert sorted(content(tmp_path / "out")) == ["train.bin", "train.ends", "train.json"]
     (line,) = token_file.verify_dataset(tmp_path / "out")
     assert output.splitlines()[-1] in line
@@ -716,18 +712,14 @@ def test_prepare_refuses_input_without_documents(
     code, output, errors = run(tmp_path, "--tokenizer", "bytes", "--out", out, *options)
     assert (code, output, len(errors.splitlines())) == (2, "", 1)
     assert errors.startswith(error.format(tmp_path))
-    assert [path.name for path in out.iterdir()] == ["lock"]
+    assert {path.name for path in tmp_path.iterdir()} == files.keys()
 
 
 # ---- completely or not at all
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes()
-        for path in folder.iterdir()
-        if path.is_file() and path.name != "lock"
-    }
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture
@@ -746,9 +738,7 @@ def test_prepare_keeps_an_existing_dataset(
 ) -> None:
     out = tmp_path / "out"
     before = content(out)
-    (out / token_file.READY).mkdir()
-    for name in ("train.ends", "train.json"):  # as if it had been killed during the installation
-        (out / name).rename(out / token_file.READY / name)
+    out.rename(tmp_path / ".out.replaced")  # as a command with --overwrite that was killed
     code, output, _ = run(*prepared, "--validation-fraction", 0.3)
     assert (code, content(out)) == (0, before)
     assert output == f"{out}/train.bin: 447 tokens (uint16) in 38 documents: already exists\n"
@@ -782,14 +772,13 @@ def test_prepare_overwrite_replaces_a_damaged_dataset(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data", "."])
 def test_prepare_input_excludes_the_output(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("to be")
-    out = tmp_path / "in" / name
+    out = tmp_path / "in/data"
     common = (tmp_path / "in", "--tokenizer", tmp_path / TOKENIZER_JSON, "--out", out)
     assert run(*common)[0] == 0
     before = content(out)
@@ -800,57 +789,12 @@ def test_prepare_input_excludes_the_output(
     assert errors.startswith(f"INPUT: contains only the files of --out, {out};")
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_prepare_killed_while_installing_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = dict.fromkeys(token_file.OUTPUT_FILES - {token_file.LOCK}, b"old")
-    new = dict.fromkeys((TOKENIZER_JSON, "train.bin", "train.ends", "train.json"), b"new")
-    steps = 0
-
-    def step(act: Callable[..., None], *args: Any, **how: Any) -> None:
-        nonlocal steps
-        if not steps:
-            raise Killed
-        steps -= 1
-        act(*args, **how)
-
-    for name in ("rename", "unlink", "rmdir"):
-        act = getattr(Path, name)
-        monkeypatch.setattr(Path, name, lambda *args, act=act, **how: step(act, *args, **how))
-    kills = 0
-    for kills in itertools.count():
-        out = tmp_path / str(kills)
-        (out / token_file.READY).mkdir(parents=True)
-        for folder, files in ((out, old), (out / token_file.READY, new)):
-            for name, each in files.items():
-                (folder / name).write_bytes(each)
-        steps = kills
-        try:
-            token_file.install_dataset(out)
-            break
-        except Killed:
-            pass
-        left = content(out)
-        assert all(
-            b"new" in (left.get(name), content(out / token_file.READY).get(name)) for name in new
-        )
-        if "train.json" in left:
-            assert left in (old, new)
-        steps = 100
-        token_file.install_dataset(out)
-        assert content(out) == new
-        assert not (out / token_file.READY).exists()
-    assert kills == len(old) + len(new) + 1
-
-
-def wait_for(process: subprocess.Popen[str], path: Path, size: int = 0) -> None:
-    """Wait until the running process has written `size` bytes to `path`."""
+def wait_for(process: subprocess.Popen[str], out: Path, size: int) -> None:
+    """Wait until the running process has written `size` bytes of tokens to its draft of `out`."""
     deadline = time.monotonic() + PATIENCE
-    while not path.exists() or path.stat().st_size < size:
+    while not any(
+        path.stat().st_size >= size for path in out.parent.glob(f".{out.name}.draft-*/train.bin")
+    ):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -864,7 +808,7 @@ def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     )
     out = tmp_path / "out"
     process = start(tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", out)
-    wait_for(process, out / token_file.DRAFTS / "train.bin", size=1)
+    wait_for(process, out, size=1)
     yield process, out
     if process.poll() is None:
         process.kill()
@@ -878,13 +822,13 @@ def test_prepare_killed_leaves_no_dataset(
     process, out = long_run
     process.kill()
     process.wait()
-    assert sorted(path.name for path in out.iterdir()) == [token_file.DRAFTS, "lock"]
+    assert not out.exists()
     with pytest.raises(ConfigError, match=r"train\.json"):
         token_file.verify_dataset(out)
     (out.parent / "b.txt").write_text("to be")
     assert run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert dataset(out) == as_bytes("to be")
-    assert not (out / token_file.DRAFTS).exists()
+    assert sorted(path.name for path in out.parent.iterdir()) == ["a.jsonl", "b.txt", "out"]
 
 
 @pytest.mark.slow
@@ -896,7 +840,7 @@ def test_prepare_refuses_input_that_changes(
     output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (1, "")
     assert errors.startswith(f"{out.parent}/a.jsonl: ")
-    assert [path.name for path in out.iterdir()] == ["lock"]
+    assert [path.name for path in out.parent.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.slow
@@ -909,7 +853,7 @@ def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     process = start(tmp_path / "a.txt", tmp_path / "b.txt", "--tokenizer", tmp_path, "--out", out)
     try:
         # the tokens of a.txt are written after the encoding of b.txt has started
-        wait_for(process, out / token_file.DRAFTS / "train.bin", size=1)
+        wait_for(process, out, size=1)
         process.send_signal(signal.SIGINT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -919,7 +863,7 @@ def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         process.kill()
         output, _errors = process.communicate()
     assert output == ""
-    assert [path.name for path in out.iterdir()] == ["lock"]
+    assert list(tmp_path.glob("*out*")) == []
 
 
 @pytest.mark.slow
@@ -931,9 +875,8 @@ def test_prepare_refuses_a_folder_in_use(
     (out.parent / "b.txt").write_text("to be")
     code, _, errors = run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)
     assert code == 1
-    assert errors.startswith(f"--out: {out}: in use by ")
-    assert f"process {process.pid} on " in errors
-    assert (out / token_file.DRAFTS / "train.bin").exists()
+    assert errors.startswith(f"{out}: in use by process {process.pid} on ")
+    assert len(list(out.parent.glob(".out.draft-*/train.bin"))) == 1
 
 
 def test_prepare_on_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
@@ -947,10 +890,11 @@ def test_prepare_on_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
         pytest.skip("mounting a file system is not allowed here")
     try:
         (tmp_path / "a.txt").write_bytes(b"to be\n" * 500_000)
-        code, output, errors = run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", disk)
+        out = disk / "out"
+        code, output, errors = run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)
         assert (code, output) == (1, "")
-        assert errors.startswith(f"{disk}: No space left on device; ")
-        assert [path.name for path in disk.iterdir()] == ["lock"]
+        assert errors.startswith(f"{out}: cannot be written: No space left on device; ")
+        assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 

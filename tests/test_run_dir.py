@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import re
@@ -171,15 +170,6 @@ def test_lock_of_a_killed_process_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         assert locked.result() is None
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """For LD_PRELOAD: a file system that lacks what environment variables name."""
-    path = tmp_path_factory.mktemp("library") / "file_system.so"
-    source = REPOSITORY / "tests" / "support" / "file_system.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source, "-ldl"], check=True)
-    return str(path)
-
-
 LEASE = """
 from pathlib import Path
 from typing import Any
@@ -205,29 +195,6 @@ def test_lock_where_there_are_no_locks_is_a_lease(library: str, error: int) -> N
         assert third.communicate("\n")[0] == "None\n"
     process = start_python(LEASE.replace("1.5", "1e9"), **env)  # released: at once
     assert process.communicate("\n")[0] == "None\n"
-
-
-def test_lock_of_an_export_where_there_are_no_locks_is_a_lease(library: str) -> None:
-    script = """
-from pathlib import Path
-from lm.hf.draft import make_draft
-from lm.runtime import lease
-lease.LEASE_SECONDS = 1.5
-try:
-    with make_draft(Path('out'), 0):
-        print('exporting', flush=True)
-        input()
-except Exception as error:
-    print(error)
-"""
-    env = {"LD_PRELOAD": library, "FLOCK": str(errno.ENOSYS)}
-    with start_python(script, **env) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "exporting\n"
-        with start_python(script, **env) as second:
-            assert second.communicate("\n")[0].startswith("out: another process exports to it")
-        first.communicate("\n")
-    assert [path.name for path in Path().iterdir()] == ["out"]
 
 
 def test_lock_that_another_process_received_too_is_noticed(library: str) -> None:
@@ -283,20 +250,6 @@ except OSError as error:
 """
     process = start_python(script, LD_PRELOAD=library, DIRECTORY_FSYNC=str(errno.EIO))
     assert process.communicate()[0] == f"{errno.EIO} True\n"
-
-
-def test_prepare_releases_its_lease(library: str) -> None:
-    Path("text.txt").write_text("to be or not to be")
-    script = """
-from lm import prepare
-prepare.run_and_exit(lambda: prepare.main(['text.txt', '--tokenizer', 'bytes', '--out', 'out']))
-"""
-    for _ in range(2):
-        process = start_python(script, LD_PRELOAD=library, FLOCK=str(errno.ENOSYS))
-        process.communicate()
-        assert process.returncode == 0
-        (entry,) = Path("out/lock.lease/lease").iterdir()
-        assert json.loads(entry.read_text())["holder"] == ""
 
 
 @pytest.mark.slow

@@ -269,7 +269,8 @@ def test_token_file_is_verified_once_until_it_changes(
     prepared: tuple[WindowDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    monkeypatch.setattr("lm.data.token_file.crc32c", lambda path: read.append(path) or crc32c(path))
+    monkeypatch.setattr("lm.storage.cache.crc32c", lambda path: read.append(path) or crc32c(path))
+    monkeypatch.setattr("lm.storage.cache._REMEMBERED_BYTES", 0)
     check_token_files(prepared)
     assert len(read) == 2
     check_token_files(prepared)

@@ -31,13 +31,13 @@ from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.base import load_model
-from lm.hf.draft import lock_directory
 from lm.hf.export import export_model
 from lm.hf.weights import open_model
 from lm.metrics.sinks import JSONL
 from lm.preflight import choose_cache
 from lm.prepare import main as prepare
 from lm.runtime.run_dir import RunDir
+from lm.storage.folder import drafted, writing
 from tests.support import REPOSITORY
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
 from tests.support.hyperparameters import TINY
@@ -324,13 +324,16 @@ def test_leftovers_of_killed_commands_are_removed(
     private: Path,  # noqa: ARG001
     saved: Path,
 ) -> None:
-    draft = Path(".out.draft")
-    draft.mkdir()
-    (draft / "model-00009-of-00009.safetensors").touch()
-    with lock_directory(draft), pytest.raises(RunError, match="out: another process exports to it"):
-        export_model(saved, Path("out"))
-    assert [path.name for path in draft.iterdir()] == ["model-00009-of-00009.safetensors"]
-    export_model(saved, Path("out"))
+    out = Path("out")
+    with writing(out), drafted(out, if_exists="keep") as draft:
+        left = draft.with_name(f"{draft.name[:-8]}12345678")
+        left.mkdir()
+        (left / "model-00009-of-00009.safetensors").touch()
+        with pytest.raises(RunError, match="out: in use by process "):
+            export_model(saved, out)
+    assert [path.name for path in left.iterdir()] == ["model-00009-of-00009.safetensors"]
+    out.rmdir()
+    export_model(saved, out)
     assert [path.name for path in Path().iterdir()] == ["out"]
     assert sorted(path.name for path in Path("out").glob("model*")) == ["model.safetensors"]
     checkpoints = Path("run/checkpoints")
@@ -393,7 +396,7 @@ def test_prepare_does_not_write_through_a_link(
     Path("out").symlink_to(private.parent)
     Path("in.txt").write_text("text")
     assert prepare(["in.txt", "--tokenizer", "bytes", "--out", "out"]) == 2
-    assert "--out: out: is a symbolic link" in capsys.readouterr().err
+    assert "--out: out: is a link" in capsys.readouterr().err
 
 
 def test_export_copies_only_listed_tokenizer_files(saved: Path, private: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from lm.errors import ConfigError, nearest_file
 from lm.units import format_count
 
+TOKENIZING_PACKAGES = ("jinja2", "numpy", "tokenizers", "transformers", "trl")
+"""those whose versions the tokens of files depend on"""
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
 _DOWNLOADS = {

@@ -22,9 +22,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.cache import TOKENIZING_PACKAGES, cached, describe_files
 from lm.data.dataset import Dataset, Sample
-from lm.data.files import name_files
+from lm.data.files import TOKENIZING_PACKAGES, name_files
 from lm.data.layouts.notes import ReadingNotes
 from lm.data.records import RecordOptions, TokenizedPiece, TokenizedSample, tokenize_files
 from lm.data.rendering import describe_template, find_template_text
@@ -32,6 +31,7 @@ from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
 from lm.program import describe_program
+from lm.storage.cache import cached, describe_files
 from lm.units import format_count
 
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm.data.blocks import read_text_blocks
-from lm.data.cache import TOKENIZING_PACKAGES, cached, describe_files, remembered
 from lm.data.encoder import Document, encode_in_threads, split_document
-from lm.data.files import name_files
+from lm.data.files import TOKENIZING_PACKAGES, name_files
 from lm.data.progress import bar_of_files
 from lm.data.signatures import NotTextError
 from lm.data.token_file import TRAIN, TokenFile, TokenFileWriter
@@ -24,6 +23,7 @@ from lm.errors import ConfigError, raise_together
 from lm.launch.launch import is_rank0
 from lm.launch.machine import usable_cores
 from lm.program import describe_program
+from lm.storage.cache import cached, describe_files, remembered
 from lm.units import format_count
 
 if TYPE_CHECKING:

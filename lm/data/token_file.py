@@ -5,9 +5,8 @@
     NAME.ends   uint64: the position after the last token of each document in NAME.bin (tokens)
     NAME.json   `TokenIndex`: what both contain, their sources, and their checksums
 
-The cache of a run has one for the text in each of its directories; `lm.prepare` writes train and
-validation, which it installs at once. A directory with train.json is a complete dataset: installing
-moves train.json last, and replacing a dataset deletes it first.
+The cache of a run has one for the text in each of its folders; `lm.prepare` writes train and
+validation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from lm.data.cache import file_state, remembered
 from lm.data.encoder import TokenChunk
 from lm.data.signatures import check_pointer
 from lm.data.tokenizer.files import TOKENIZER_FILES
@@ -34,22 +32,17 @@ from lm.fileio import (
     open_regular,
     read_bytes,
     sync,
-    sync_directory,
     write_durably,
 )
+from lm.storage.cache import checksum
 from lm.units import format_count
 
-DRAFTS = ".drafts"
-"""Directory of files that are being written."""
-READY = ".ready"
-"""Directory of complete files that are being installed."""
-LOCK = "lock"
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 _SPLIT_FILES = ("train.bin", "train.ends", "train.json")
 _SPLIT_FILES += ("validation.bin", "validation.ends", "validation.json")
-OUTPUT_FILES = {LOCK, *TOKENIZER_FILES, *_SPLIT_FILES}
+OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES}
 _REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
 _WRITE_AGAIN = "write it again with python -m lm.prepare"
 
@@ -198,18 +191,15 @@ class TokenFile:
         if self.ends is not None:
             self._verify(self.path.with_suffix(".ends"), self.index.ends_crc32c)
 
-    def _verify(self, path: Path, checksum: int) -> None:
-        def compare() -> str:
-            if crc32c(path) != checksum:
-                problem = f"damaged: differs from {path.stem}.json"
-                raise ConfigError(f"{path}: {problem}; {self._remedy}", rank_local=True)
-            return "intact"
-
+    def _verify(self, path: Path, expected: int) -> None:
         try:
-            remembered(("crc32c", checksum, file_state(path)), compare)
+            is_damaged = checksum(path) != expected
         except OSError as error:
             problem = f"{path}: {error.strerror}; {self._remedy}"
             raise ConfigError(problem, rank_local=True) from None
+        if is_damaged:
+            problem = f"damaged: differs from {path.stem}.json"
+            raise ConfigError(f"{path}: {problem}; {self._remedy}", rank_local=True)
 
 
 class _DraftFile:
@@ -280,30 +270,6 @@ class TokenFileWriter:
         return index
 
 
-def install_dataset(directory: Path) -> None:
-    """Replace the dataset in `directory` by the one in `READY`, if any.
-
-    Finishes what a killed process has started.
-    """
-    ready = directory / READY
-    if ready.is_symlink() or not ready.is_dir():
-        return
-    # The index of the training data says that a dataset is complete: deleted first, moved last.
-    first = f"{TRAIN}.bin"
-    last = [f"{VALIDATION}.json", f"{TRAIN}.json"]
-    new = {path.name for path in ready.iterdir()}
-    if first in new:  # nothing has been moved yet, so the directory holds the old dataset
-        others = OUTPUT_FILES - {LOCK, *last}
-        for name in [*reversed(last), *sorted(others)]:
-            (directory / name).unlink(missing_ok=True)
-    others = new - {first, *last}
-    for name in [first, *sorted(others), *last]:
-        if name in new:
-            (ready / name).rename(directory / name)
-    ready.rmdir()
-    sync_directory(directory)
-
-
 def describe_split(path: Path, index: TokenIndex) -> str:
     """Return a line about a token file; `path` is its index."""
     tokens = f"{index.tokens:,} tokens ({index.dtype})"
@@ -326,11 +292,11 @@ def verify_dataset(directory: Path) -> list[str]:
             continue
         index = read_index(path)
         lines.append(f"{describe_split(path, index)}: verified")
-        for suffix, checksum in ((".bin", index.crc32c), (".ends", index.ends_crc32c)):
+        for suffix, expected in ((".bin", index.crc32c), (".ends", index.ends_crc32c)):
             file = path.with_suffix(suffix)
             if not file.exists():
                 problems.append(f"{file}: is missing; {_REWRITE}")
-            elif crc32c(file) != checksum:
+            elif crc32c(file) != expected:
                 problems.append(f"{file}: does not match its checksum; {_REWRITE}")
     if problems:
         raise RunError(*problems)

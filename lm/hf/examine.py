@@ -39,11 +39,11 @@ import torch.nn.functional as F
 from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
-from lm.data.cache import cached
 from lm.errors import ConfigError
 from lm.hf.small_config import VOCABULARY, small_configs, with_dropout
 from lm.launch.console import warn
 from lm.program import describe_packages, describe_program
+from lm.storage.cache import cached
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
 from lm.training.roles import is_selector

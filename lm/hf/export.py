@@ -47,7 +47,6 @@ from lm.errors import ConfigError, RunError, limit_problems, oserror_as_config_e
 from lm.hf import config_json, families, weights
 from lm.hf.base import load_merged_model, open_base, read_adapters
 from lm.hf.conversion import open_conversion
-from lm.hf.draft import make_draft
 from lm.hf.export_directory import export_directory
 from lm.hf.families import Place
 from lm.hf.files import SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
@@ -55,6 +54,7 @@ from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
 from lm.shards import Rows
+from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
 from lm.transformers_config import AnyModelConfig, TransformersConfig
@@ -125,7 +125,7 @@ def export_model(
         adapters = read_adapters(directory, manifest)
     sources = find_weights(weights_dir, config).sources
     weights = _Weights(config, sources, adapters, places, shapes, getattr(torch, dtype))
-    with make_draft(out, weights.n_bytes) as draft:
+    with writing(out), drafted(out, weights.n_bytes) as draft:
         weight_map = weights.write(draft)
         is_one_file = len(set(weight_map.values())) == 1
         if not is_one_file:
@@ -349,7 +349,7 @@ def _export_adapters(
     if tokenizer is not None:
         files |= _convert_tokenizer(tokenizer, tokenizer.bos_id)
     n_bytes = sum(tensor.nbytes for tensor, _ in tensors.values())
-    with make_draft(out, n_bytes) as draft:
+    with writing(out), drafted(out, n_bytes) as draft:
         write_tensors(draft / "adapter_model.safetensors", tensors)
         for name, content in files.items():
             (draft / name).write_bytes(content)

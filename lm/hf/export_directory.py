@@ -25,7 +25,6 @@ from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, RunError
 from lm.fileio import open_regular, sync
 from lm.hf.conversion import CONVERTED_BYTES, Conversion, Group, split_rows
-from lm.hf.draft import make_draft
 from lm.hf.files import (
     SAFETENSORS_INDEX,
     WEIGHT_SUFFIXES,
@@ -35,6 +34,7 @@ from lm.hf.files import (
     to_json,
 )
 from lm.hf.quantized import Quantized, Stored
+from lm.storage.folder import drafted, writing
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def export_directory(
     if dtype is not None and index_path in others.copied:
         contents[SAFETENSORS_INDEX] = to_json(_rewrite_index(index_path, shards))
     contents |= files or {}
-    with make_draft(out, n_bytes + others.n_bytes) as draft:
+    with writing(out), drafted(out, n_bytes + others.n_bytes) as draft:
         others.copy(conversion.directory, draft, contents)
         for name, content in contents.items():
             if content is not None:

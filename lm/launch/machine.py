@@ -6,7 +6,9 @@ import ctypes
 import math
 import os
 import re
+import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -133,3 +135,9 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)  # no large block is mapped, and so unmapped when it is freed
         mallopt(M_TRIM_THRESHOLD, -1)  # the heap is never returned to the system
+
+
+def describe_this_process() -> str:
+    """Return what names this process to others as the holder of a lock or a lease."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()} since {now}"

@@ -6,8 +6,6 @@ It is the file lease/NNNNNN; the highest number counts.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 import threading
 import time
@@ -21,6 +19,7 @@ from pydantic import BaseModel
 
 from lm.errors import RunError, make_printable
 from lm.fileio import open_regular, parse_json, read_bytes, replace_durably, write_durably
+from lm.launch.machine import describe_this_process
 
 LEASE_SECONDS = 60.0
 """After this time without a renewal, the holder of a lease counts as dead."""
@@ -42,12 +41,6 @@ def in_use_error(where: Path | str, holder: str) -> InUseError:
     error = InUseError(f"{where}: in use by {holder}; {advice}")
     error.holder = holder
     return error
-
-
-def describe_this_process() -> str:
-    """Return what names this process to others as the holder of a lock or a lease."""
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()} since {now}"
 
 
 class LeaseStorage(Protocol):

@@ -42,11 +42,11 @@ from filelock import FileLock, Timeout
 from lm.errors import MAX_LINE, ConfigError, RunError
 from lm.fileio import open_regular, print_once, read_bytes, replace_durably, sync_directory
 from lm.launch.cleanup import at_exit
+from lm.launch.machine import describe_this_process
 from lm.runtime.lease import (
     DirectoryStorage,
     InUseError,
     Lease,
-    describe_this_process,
     in_use_error,
     is_held,
 )

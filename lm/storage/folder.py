@@ -1,0 +1,225 @@
+"""Folders that appear complete: written as a draft next to their place, then renamed.
+
+    NAME                        the folder
+    .NAME.lock                  held by the process that writes it
+    .NAME.draft-HOST-XXXXXXXX   what that process writes
+    .NAME.replaced              the folder before, while a new one takes its place
+
+A draft that exists while nobody holds the lock is that of a killed process, and the next one to
+hold it deletes it. Where machines do not see the locks of each other, each deletes its own drafts
+only, and one of several results stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from lm.errors import ConfigError, RunError
+from lm.fileio import (
+    MAX_INDEX_BYTES,
+    crc32c,
+    find_stranger,
+    read_bytes,
+    sync_directory,
+    write_durably,
+)
+from lm.storage.lock import GRACE_SECONDS, hold
+
+MANIFEST = "manifest.json"
+IDLE_SECONDS = 86400.0
+"""After so long without a write, a draft of another machine is one of a killed process."""
+_HOST = re.sub(r"\W", "_", socket.gethostname())
+_TRACE = re.compile(r"\.(.+)\.(lock|draft-\w+-\w+|replaced)")
+"""what is next to the folder of a name while it is written"""
+_IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, *_IS_THERE)
+
+
+class FileRecord(BaseModel, frozen=True, extra="forbid"):
+    """A file of a folder."""
+
+    bytes: int = Field(ge=0)
+    crc32c: int = Field(ge=0, lt=2**32)
+
+
+class Manifest(BaseModel, frozen=True, extra="forbid"):
+    """What a folder was made from, and its files by their paths in it."""
+
+    made_from: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+@contextmanager
+def writing(
+    path: Path, *, waits: bool = False, seconds: float = GRACE_SECONDS, remedy: str = ""
+) -> Iterator[None]:
+    """Let only this process write the folder `path`, after what killed ones have left of it.
+
+    Args:
+        waits: for another process that writes it; see `hold`.
+        remedy: what to do if the disk is full.
+
+    Raises:
+        ConfigError: it cannot be created there.
+        RunError: another process writes it, or the disk is full or fails.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{path.name}.lock")
+        with hold(lock, path, waits=waits, seconds=seconds) as excludes_others:
+            if excludes_others:
+                _settle(path)
+            yield
+    except OSError as error:
+        problem = f"{error.filename or path}: cannot be written: {error.strerror or error}"
+        if error.errno in _NOT_WRITABLE:
+            raise ConfigError(f"{problem}; use another directory") from None
+        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
+        raise RunError("; ".join(filter(None, [problem, free, remedy]))) from None
+
+
+def settle(directory: Path) -> None:
+    """Delete what killed processes have left next to the folders in `directory`."""
+    names: set[str] = set()
+    for path in directory.iterdir():
+        trace = _TRACE.fullmatch(path.name)
+        if trace:
+            names.add(trace[1])
+    for name in names:
+        with suppress(RunError), writing(directory / name, seconds=0):  # nobody does
+            pass
+
+
+def _settle(path: Path) -> None:
+    """Delete the drafts of `path` that killed processes have left; no living one holds its lock."""
+    replaced = _replaced(path)
+    if replaced.exists():
+        if path.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(path)
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.draft-*"):
+        if f".draft-{_HOST}-" in draft.name or _is_idle(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_idle(draft: Path) -> bool:
+    last_write = 0.0
+    for path in [draft, *draft.rglob("*")]:
+        with suppress(FileNotFoundError):
+            last_write = max(last_write, path.lstat().st_mtime)
+    return time.time() - last_write > IDLE_SECONDS
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+@contextmanager
+def drafted(
+    path: Path, n_bytes: int = 0, *, if_exists: Literal["fail", "replace", "keep"] = "fail"
+) -> Iterator[Path]:
+    """Yield a new folder that becomes `path` at the end, unless an exception ends it before.
+
+    To be used inside of `writing(path)`.
+
+    Args:
+        n_bytes: that the disk must have free.
+        if_exists: what is done at the end if `path` is a folder that is not empty. It is replaced,
+            so that at any moment one of both is there or is put back by `writing`, or kept.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    draft = path.with_name(f".{path.name}.draft-{_HOST}-{uuid.uuid4().hex[:8]}")
+    draft.mkdir()
+    try:
+        free = shutil.disk_usage(draft).free
+        if free < n_bytes:
+            raise RunError(f"{path}: disk full: {n_bytes:,} bytes are needed, {free:,} are free")
+        yield draft
+        _flush(draft)
+        replaced = _replaced(path)
+        if if_exists == "replace" and path.exists():
+            path.rename(replaced)
+        try:
+            draft.rename(path)
+        except OSError as error:
+            if replaced.exists():
+                replaced.rename(path)
+            if error.errno not in _IS_THERE or if_exists != "keep":
+                raise
+        sync_directory(path.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(folder)
+
+
+def write_manifest(folder: Path, made_from: Mapping[str, Any]) -> None:
+    """Write the manifest of the files that are in `folder`."""
+    files: dict[str, FileRecord] = {}
+    for path in sorted(folder.iterdir()):
+        files[path.name] = FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
+    manifest = Manifest(made_from=dict(made_from), files=files)
+    write_durably(folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
+
+
+def find_damage(
+    folder: Path, made_from: Mapping[str, Any], checksum: Callable[[Path], int] = crc32c
+) -> str | None:
+    """Return how `folder` differs from what was written; None = it does not.
+
+    It belongs to the owner of its directory, who alone can write to it, was made from `made_from`,
+    and has the files of its manifest.
+
+    Args:
+        checksum: CRC-32C of a file.
+    """
+    stranger = find_stranger(folder, folder.parent.stat().st_uid)
+    if stranger is not None:
+        return stranger
+    try:
+        manifest = Manifest.model_validate_json(read_bytes(folder / MANIFEST, MAX_INDEX_BYTES))
+        for name, record in manifest.files.items():
+            path = folder / name
+            if path.lstat().st_size != record.bytes or checksum(path) != record.crc32c:
+                return f"{name} is damaged"
+    except OSError as error:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    except ValidationError:
+        return f"{MANIFEST} is damaged"
+    if manifest.made_from != made_from:
+        return f"{MANIFEST} is of another folder"
+    return None
+
+
+def discard(path: Path) -> None:
+    """Delete what is at `path`, which is no longer there at any moment of that."""
+    aside = path.with_name(f".{path.name}.draft-{_HOST}-{uuid.uuid4().hex[:8]}")
+    path.rename(aside)
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink()
