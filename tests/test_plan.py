@@ -28,7 +28,7 @@ from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main, parse_plan_arguments
-from lm.plan.describe import describe_ranks, describe_run, load_hyperparameters, round_up_batch
+from lm.plan.describe import load_hyperparameters, round_up_batch
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.transformers_model import build_network, measure_sizes, read_config, text_config
@@ -258,28 +258,6 @@ def test_largest_batch_size_fits_and_one_more_does_not(
     assert needs[largest].fits
     assert not needs[largest + 1].fits
     assert len(needs) <= 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "gpus", "n_tokens"),
-    [
-        (["model=olmoe-1b-7b"], 8, 7_700),
-        (["model=qwen3-30b-a3b"], 8, 13_200),
-        (["model=olmoe-1b-7b", "sharding=no-shard"], 8, None),
-        (["model=olmoe-1b-7b"], 1, None),
-    ],
-    ids=str,
-)
-def test_plan_says_from_how_many_tokens_collectives_are_hidden(
-    settings: list[str], gpus: int, n_tokens: int | None
-) -> None:
-    """The tokens by the parameters of a token alone, without attention."""
-    args = parse_plan_arguments(["--gpus", str(gpus), "max_seq_len=512", *settings])
-    hp = load_hyperparameters(args)
-    lines = describe_run(hp, describe_ranks(args, hp))
-    found = re.findall(r"hidden from ([\d,]+) tokens", "\n".join(lines))
-    expected = [] if n_tokens is None else [pytest.approx(n_tokens, rel=0.05)]
-    assert [int(number.replace(",", "")) for number in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -431,26 +431,12 @@ def _choose_port(launch: Launch, env: Mapping[str, str]) -> int:
 def _job_id(launch: Launch, env: Mapping[str, str]) -> str:
     """Return the ID that tells this job from others on its machines; "0" if it has none."""
     assert launch.launcher is not None
-    if launch.launcher == "Hydra":
-        port = _hydra_port()
-        if port:
-            return port
     for name in (_LAUNCHERS[launch.launcher].job_id, "PBS_JOBID", "SLURM_JOB_ID"):
         if name is not None and env.get(name):
             return env[name]
     if launch.is_on_one_node:
         return str(launcher_pid())
     return "0"
-
-
-def _hydra_port() -> str:
-    """Return the port of this mpiexec, which Hydra passes to its process on every host, or ""."""
-    with suppress(OSError):
-        arguments = Path(f"/proc/{launcher_pid()}/cmdline").read_text(errors="replace").split("\0")
-        if "--control-port" in arguments:
-            host_and_port = arguments[arguments.index("--control-port") + 1]
-            return host_and_port.rpartition(":")[2]
-    return ""
 
 
 def _read_master_port(env: Mapping[str, str]) -> int:

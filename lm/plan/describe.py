@@ -22,7 +22,6 @@ from lm.launch.machine import host_memory
 from lm.memory import USABLE, Ranks
 from lm.metrics.device import GIB
 from lm.plan import fit
-from lm.presets import PRESETS
 from lm.training import parallelize
 from lm.training.precision import choose_dtype
 from lm.units import format_bytes, format_count, format_parameters
@@ -48,16 +47,10 @@ def _read_start(init_from: str) -> Mapping[str, Any]:
         problems: Sequence[str] = [f"init_from: {init_from} does not exist"]
     except ConfigError as error:
         problems = error.problems
-    advice = f"for a plan {_advise_preset(init_from)}, or use a directory with its config.json"
+    advice = (
+        "for a plan set model to the preset of its shape, or use a directory with its config.json"
+    )
     raise ConfigError(*problems, f"init_from: {advice}")
-
-
-def _advise_preset(init_from: str) -> str:
-    """Return how to plan the model `init_from` without its files."""
-    name = init_from.partition("@")[0].rpartition("/")[2].lower().removesuffix("-instruct")
-    if name in PRESETS:
-        return f"add model={name}, a preset of its shape"
-    return "set model to the preset with its shape"
 
 
 def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
@@ -103,42 +96,12 @@ def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     flops = count_flops_per_token(hp.lora, hp.model)
     if flops is not None:
         step += f", {flops * tokens / ranks.size / 1e12:,.1f} TFLOP on each"
-    lines = [
+    return [
         f"{hp.size_of_model}{trained} on {gpus} in {nodes}",
         f"{hp.parallel.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
         f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each GPU,"
         f" {step}",
     ]
-    is_in_node = 1 < mesh.shard <= ranks.per_node
-    is_in_16_bits = ranks.dtype is not None and hp.lora.base_dtype is None
-    if flops is not None and is_in_node and is_in_16_bits:
-        lines.append(_describe_traffic(hp, mesh.shard, flops))
-    return lines
-
-
-_LINK = 350e9
-"""bytes per second between the GPUs of a node with NVLink, in collectives"""
-_PRODUCTS = 400e12
-"""FLOPs per second: 40 % of an H100's peak in bfloat16"""
-
-
-def _describe_traffic(hp: Hyperparameters, n_shards: int, flops_per_token: float) -> str:
-    """Return a line on what a micro-step sends to a rank, and how many tokens compute as long.
-
-    Parameters are all-gathered in 16 bits.
-    """
-    reduce_dtype: torch.dtype = getattr(torch, hp.parallel.reduce_dtype)
-    n_gathers = 2 if hp.parallel.reshard_after_forward else 1
-    gathered = n_gathers * hp.model.n_parameters * 2
-    reduced = hp.n_trained_parameters * reduce_dtype.itemsize
-    n_bytes = (gathered + reduced) * (n_shards - 1) // n_shards  # a rank has its shard
-    seconds = n_bytes / _LINK
-    n_tokens = seconds * _PRODUCTS / flops_per_token
-    speeds = f"{_LINK / 1e9:.0f} GB/s between GPUs and {_PRODUCTS / 1e12:.0f} TFLOP/s"
-    return (
-        f"a micro-step gathers and reduces {format_bytes(n_bytes)}: hidden from {n_tokens:,.0f}"
-        f" tokens on each GPU, at {speeds}"
-    )
 
 
 class Plan(NamedTuple):
