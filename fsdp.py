@@ -26,6 +26,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -335,8 +336,9 @@ class Trainer:
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
         )
-        if run.resume_plan.fresh:
-            self.world.run_in_thread_on_rank0(self.store.move_aside)
+        if run.begins_with is not None:
+            begin = partial(self.store.begin, run.begins_with, fresh=run.resume_plan.fresh)
+            self.world.run_in_thread_on_rank0(begin)
         self.step = progress.step
         if run.trains:
             self.validation_loss = progress.validation_loss

@@ -42,6 +42,7 @@ from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
 from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
+from lm.runtime.run_state import RunState
 from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
@@ -123,6 +124,13 @@ class ResolvedRun:
     @property
     def trains(self) -> bool:
         return self.max_steps > 0
+
+    @property
+    def begins_with(self) -> RunState | None:
+        """What is recorded of a new start, unless it neither trains nor moves files aside."""
+        if self.trains or self.resume_plan.fresh:
+            return self.resume_plan.begins_with
+        return None
 
     @property
     def sample_rate(self) -> int | None:
@@ -312,7 +320,12 @@ def preflight(
         store.start(world)
     start = find_start(hp, world, downloads=not dry_run)
     resume_plan = world.on_rank0(
-        plan_resume, hp.checkpoint.resume, start.checkpoint, store, is_restart(os.environ)
+        plan_resume,
+        hp.checkpoint.resume,
+        start.checkpoint,
+        store,
+        is_restart(os.environ),
+        hp.checkpoint.init_from,
     )
     if dry_run and resume_plan.resume_candidates:
         start = find_start(hp, world)  # its base is compared with theirs

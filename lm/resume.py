@@ -46,6 +46,7 @@ from lm.errors import (
 )
 from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
+from lm.runtime.run_state import RunState
 from lm.runtime.world import World
 from lm.training.config import WINDOW, OptimConfig, SkipConfig
 from lm.training.optim import learning_rate
@@ -65,39 +66,74 @@ class ResumePlan:
     may_be_complete: bool = False
     fresh: bool = False
     """what the run has written before is moved aside"""
+    begins_with: RunState | None = None
+    """what is recorded of a start that resumes from no checkpoint of this run, off the cluster"""
 
 
 @oserror_as_config_error
 def plan_resume(
-    resume: str, init_checkpoint: str | None, store: CheckpointStore, restarted: bool
+    resume: str,
+    init_checkpoint: str | None,
+    store: CheckpointStore,
+    restarted: bool,
+    init_from: str | None = None,
 ) -> ResumePlan:
     """Find the checkpoints to resume from, or else the one to load weights from.
 
-    Prints to stderr what is skipped.
+    Until a run has a checkpoint, it resumes from the one that it started from: its `RunState` names
+    it. Prints to stderr what is skipped.
 
     Args:
         resume: the hyperparameter.
         init_checkpoint: the value of `init_from`, if it names a checkpoint.
         restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
             one.
+        init_from: the hyperparameter.
 
     Raises:
-        ConfigError: `resume` or `init_from` is not a checkpoint.
+        ConfigError: `resume` or `init_from` is not a checkpoint, or `init_from` is not that of the
+            run's start, of which there is no checkpoint yet.
         CheckpointError: there are checkpoints, but none is complete.
     """
-    fresh = resume != "auto" and not restarted
-    candidates: list[Location] = []
+    state = store.read_state() or RunState(resume=resume)
+    # A restart whose first attempt failed before it recorded its start is a first start, too.
+    fresh = resume != "auto" and not (restarted and resume == state.resume)
+    begins_with = RunState(resume=resume, init_from=init_from)
     if not fresh:
         candidates = store.resume_candidates()
-    if not candidates and resume not in ("auto", "fresh"):
-        candidates = [_locate("resume", resume, store)]
-    if candidates:
-        may_be_complete = resume == "auto" and store.shows_completion
-        return ResumePlan(tuple(candidates), may_be_complete=may_be_complete, fresh=fresh)
+        if candidates:
+            may_be_complete = resume == "auto" and store.shows_completion
+            return ResumePlan(tuple(candidates), may_be_complete=may_be_complete)
+        if state.resumed_from is not None:
+            return ResumePlan((_locate_start(state.resumed_from, store),))
+    if resume not in ("auto", "fresh"):
+        candidate = _locate_named(resume, state, store)
+        begins_with = begins_with.replace(resumed_from=str(candidate))
+        return ResumePlan((candidate,), fresh=fresh, begins_with=begins_with)
+    if not fresh and state.init_from not in (None, init_from):
+        started = f"{store}: no checkpoint yet of the run, which started from {state.init_from}"
+        remedy = f"use init_from={state.init_from}, or resume=fresh for another start"
+        raise ConfigError(f"init_from: {init_from or 'null'}, but {started}; {remedy}")
+    plan = ResumePlan(fresh=fresh, begins_with=begins_with)
     if init_checkpoint is None:
-        return ResumePlan(fresh=fresh)
-    init_candidate = _locate("init_from", init_checkpoint, store)
-    return ResumePlan(init_candidates=(init_candidate,), fresh=fresh)
+        return plan
+    return replace(plan, init_candidates=(_locate("init_from", init_checkpoint, store),))
+
+
+def _locate_named(resume: str, state: RunState, store: CheckpointStore) -> Location:
+    """Return the location of the checkpoint that the hyperparameter `resume` names."""
+    try:
+        return _locate("resume", resume, store)
+    except ConfigError:
+        if resume != state.resume or state.resumed_from is None:
+            raise
+        return _locate_start(state.resumed_from, store)  # this run has moved it aside
+
+
+def _locate_start(where: str, store: CheckpointStore) -> Location:
+    """Return the location of the checkpoint that the run of `store` resumed from at its start."""
+    with error_prefix(f"{store}: no checkpoint yet of the run, which resumed from"):
+        return locate_checkpoint(where)
 
 
 def _locate(key: str, where: str, store: CheckpointStore) -> Location:

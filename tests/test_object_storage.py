@@ -38,7 +38,7 @@ from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
-from lm.checkpoint.store import COMMITTED, LocalCheckpoints
+from lm.checkpoint.store import LocalCheckpoints
 from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import reserve_port
@@ -46,6 +46,7 @@ from lm.preflight import preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime import lease
 from lm.runtime.run_dir import RunDir
+from lm.runtime.run_state import RunState, write_state
 from lm.runtime.world import MeshShape, World
 from tests.soak import soak
 from tests.support.checkpoints import (
@@ -363,9 +364,9 @@ def test_storage_moves_a_run_to_an_empty_machine(
         with machine(world, storage, tmp_path / "3") as (checkpointer, place):
             if storage.startswith("az:"):  # whose copies may end later
                 with pytest.raises(ConfigError, match="choose another run_name"):
-                    place.move_aside()
+                    place.begin(RunState(), fresh=True)
                 return
-            place.move_aside()
+            place.begin(RunState(), fresh=True)
             assert not place.list_saved()[0]
             assert not place.was_committed()
             (aside,) = {
@@ -434,10 +435,8 @@ def test_lease_of_a_dead_run_is_replaced(
     b.release()
     c.acquire()  # released: at once
     c.release()
-    (folders[2] / "checkpoints").mkdir()
-    (
-        folders[2] / "checkpoints" / COMMITTED
-    ).touch()  # a run on this disk, which would seem to be lost
+    # A run on this disk, which would seem to be lost:
+    write_state(folders[2], RunState(first_checkpoint="a", had_checkpoint=True))
     with pytest.raises(ConfigError, match=f"^{folders[2]}: .*run_name, with resume={folders[2]} "):
         c.acquire()
 

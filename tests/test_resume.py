@@ -371,6 +371,69 @@ def test_restart_after_resume_moved_its_run_aside(two_steps: Path, tmp_path: Pat
     assert ", step 3\n" in restart(tmp_path, "max_steps=4", resume)
 
 
+KILL_IN_STEP = """
+import signal
+from lm.runtime.watchdog import Watchdog
+
+def kill(self, step):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Watchdog.on_step_start = kill
+"""
+
+
+@pytest.mark.parametrize("source", ["its own", "another run's"])
+def test_start_is_remembered_until_the_first_checkpoint(
+    source: str, two_steps: Path, tmp_path: Path
+) -> None:
+    if source == "its own":
+        shutil.copytree(two_steps / "runs", tmp_path / "runs")
+        two_steps = tmp_path
+    checkpoint = checkpoints_by_step(two_steps)[2]
+    resume = f"resume={checkpoint}"
+    run_fsdp(tmp_path, "max_steps=4", resume, script=KILL_IN_STEP, code=-signal.SIGKILL)
+    run_fsdp(tmp_path, "max_steps=4", script=KILL_IN_STEP, code=-signal.SIGKILL)
+    again = run_fsdp(tmp_path, "max_steps=4", resume, script=KILL_IN_STEP, code=-signal.SIGKILL)
+    assert f"resumed from checkpoint {checkpoint.name}, step 2\n" in again.stdout
+    assert f"{checkpoint.name}, step 2\n" in restart(tmp_path, "max_steps=3", resume)
+    done = run_fsdp(tmp_path, "max_steps=4", code=0)
+    assert ", step 3\n" in done.stdout
+
+
+def test_start_whose_checkpoint_is_gone_is_refused(two_steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_steps / "runs" / "test", tmp_path / "source")
+    resume = f"resume={tmp_path / 'source'}"
+    run_fsdp(tmp_path, "max_steps=4", resume, script=KILL_IN_STEP, code=-signal.SIGKILL)
+    shutil.rmtree(tmp_path / "source")
+    refused = run_fsdp(tmp_path, "max_steps=4", code=2)
+    assert f"which resumed from: {tmp_path / 'source'}/" in refused.stderr
+
+
+def test_initial_weights_are_remembered_until_the_first_checkpoint(
+    two_steps: Path, tmp_path: Path
+) -> None:
+    init_from = f"init_from={two_steps / 'runs' / 'test'}"
+    run_fsdp(tmp_path, "max_steps=2", init_from, script=KILL_IN_STEP, code=-signal.SIGKILL)
+    for other in ("init_from=null", f"{init_from}/checkpoints"):
+        refused = run_fsdp(tmp_path, "max_steps=2", other, code=2)
+        assert init_from in refused.stderr
+    run_fsdp(tmp_path, "max_steps=2", init_from, code=0)
+    run_fsdp(tmp_path, "max_steps=3", code=0)  # a checkpoint holds them now
+
+
+def test_restart_of_a_start_that_failed_early_is_that_start(
+    two_steps: Path, tmp_path: Path
+) -> None:
+    """Its first attempt has not moved the files of an earlier run aside."""
+    run_fsdp(tmp_path, "max_steps=1", code=0)
+    checkpoint = checkpoints_by_step(two_steps)[2]
+    for resume, start in ((f"{checkpoint}", f"{checkpoint.name}, step 2\n"), ("fresh", "")):
+        printed = restart(tmp_path, "max_steps=3", f"resume={resume}")
+        assert start in printed
+        assert ("resumed from" in printed) == bool(start)
+    assert len(list((tmp_path / "runs" / "test").glob("before-*"))) == 2
+
+
 @pytest.mark.slow
 def test_resume_from_another_run_moves_the_earlier_one_aside(
     two_steps: Path, tmp_path: Path

@@ -24,6 +24,7 @@ from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.fileio import print_once
 from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
+from lm.runtime.run_state import RunState
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
@@ -344,17 +345,18 @@ def test_lock_that_is_no_file_is_named(make: Callable[[Path], None]) -> None:
         Path.mkdir,
         os.mkfifo,
         Path.touch,
-        lambda path: path.write_bytes(b"a\nb"),
-        lambda path: path.write_bytes(b"a" * 10_000),
+        lambda path: path.write_text('{"resume": 1}'),
+        lambda path: path.write_text('{"moving_to": "../other"}'),
+        lambda path: path.write_bytes(b" " * 100_000),
         lambda path: path.symlink_to("/etc/hostname"),
     ],
-    ids=["directory", "FIFO", "empty", "two lines", "too long", "link"],
+    ids=["directory", "FIFO", "empty", "wrong type", "outside", "too long", "link"],
 )
-def test_first_checkpoint_that_cannot_be_read_is_named_at_the_start(
+def test_state_that_cannot_be_read_is_named_at_the_start(
     make: Callable[[Path], None],
 ) -> None:
     """Saving would notice it after many steps."""
-    path = Path("runs/x/first_checkpoint")
+    path = Path("runs/x/state.json")
     path.parent.mkdir(parents=True)
     make(path)
     with pytest.raises(ConfigError, match=f"^{path}: .*; move it"):
@@ -364,7 +366,7 @@ def test_first_checkpoint_that_cannot_be_read_is_named_at_the_start(
 def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     run_dir = started()
     checkpoints = LocalCheckpoints(run_dir.checkpoints)
-    checkpoints.move_aside()
+    checkpoints.begin(RunState(), fresh=True)
     assert not list(run_dir.path.glob("before-*")), "nothing to move"
     run_dir.start({"lr": 0}, {"step": 0})
     for lr in (1, 2):  # within a second
@@ -372,7 +374,7 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
         run_dir.metrics.write_text(str(lr - 1))
         os.mkfifo(run_dir.path / "fifo")
         (run_dir.path / "link").symlink_to("nowhere")
-        checkpoints.move_aside()
+        checkpoints.begin(RunState(), fresh=True)
         run_dir.start({"lr": lr}, {"step": lr})
         assert f"lr: {lr}\n" in run_dir.config.read_text()
         assert not list(run_dir.checkpoints.iterdir())
@@ -380,7 +382,7 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     moved = {(path / "metrics.jsonl").read_text(): path for path in run_dir.path.glob("before-*")}
     assert sorted(moved) == ["0", "1"]
     for lr, path in moved.items():
-        files = {"config.yaml", "metrics.jsonl", "sessions.jsonl", "fifo", "link"}
+        files = {"config.yaml", "metrics.jsonl", "sessions.jsonl", "fifo", "link", "state.json"}
         assert {each.name for each in path.iterdir()} - {"training", "validation"} == {
             "checkpoints",
             "traces",

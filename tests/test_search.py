@@ -27,7 +27,7 @@ from lm.hf.weights import examined_config
 from lm.inputs import fingerprint_inputs
 from lm.launch.signals import STOP_SIGNALS
 from lm.model_config import ModelConfig
-from lm.runtime.run_dir import FIRST_CHECKPOINT
+from lm.runtime.run_state import RunState, write_state
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
@@ -585,7 +585,7 @@ def started_search(hyperparameters: Mapping[str, Any], *overrides: str) -> Searc
     write_lines(trial.path / "sessions.jsonl", session)
     result = {"group": "validation", "step": 8, "time": 1.0, "loss": 2.0}
     write_lines(trial.path / "metrics.jsonl", result)
-    (trial.path / FIRST_CHECKPOINT).write_text("checkpoint")
+    write_state(trial.path, RunState(had_checkpoint=True))
     search.require_unchanged(*search.trials)
     return search
 

@@ -6,8 +6,9 @@ import errno
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from determined import core
@@ -16,6 +17,7 @@ from determined.errors import CheckpointNotFound
 from torch import nn
 
 from lm.checkpoint import checkpointer as checkpointer_module
+from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
@@ -30,7 +32,8 @@ from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckp
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
 from lm.resume import ResumePlan, load_checkpoint, plan_resume, start_date
-from lm.runtime.run_dir import FIRST_CHECKPOINT
+from lm.runtime import run_state
+from lm.runtime.run_state import RunState, finish_move
 from lm.runtime.world import World
 from tests.support.checkpoints import OPTIM_SHARDS, RUN_INFO, load_state, save_toy, toy_model
 from tests.support.ranks import in_world
@@ -267,7 +270,7 @@ def test_store_that_lost_all_checkpoints_is_an_error(kind_off_cluster: str, plac
     def lose(world: World) -> None:
         with opened(kind_off_cluster, place, world, keep=None) as checkpointer:
             store = checkpointer.store
-            assert plan_resume("auto", None, store, restarted=False) == ResumePlan()
+            assert not plan_resume("auto", None, store, restarted=False).resume_candidates
             names = [save_toy(checkpointer, world, step) for step in (1, 2)]
             for name in names:
                 remove(store, name, MANIFEST)
@@ -280,7 +283,7 @@ def test_store_that_lost_all_checkpoints_is_an_error(kind_off_cluster: str, plac
                 RunError, match="resume=fresh"
             ):  # all deleted: not silently a new run
                 plan_resume("auto", None, store, restarted=False)
-            assert plan_resume("fresh", None, store, restarted=False) == ResumePlan(fresh=True)
+            assert plan_resume("fresh", None, store, restarted=False).fresh
 
     in_world(lose)
 
@@ -307,8 +310,8 @@ def test_store_whose_checkpoints_were_deleted_is_an_error(
             store = checkpointer.store
             with pytest.raises(ConfigError, match="deleted; resume=fresh"):
                 plan_resume("auto", None, store, restarted=False)
-            store.move_aside()  # as resume=fresh does
-            assert plan_resume("auto", None, store, restarted=False) == ResumePlan()
+            store.begin(RunState(), fresh=True)  # as resume=fresh does
+            assert not plan_resume("auto", None, store, restarted=False).resume_candidates
 
     in_world(lose)
 
@@ -328,7 +331,6 @@ def test_store_whose_first_save_was_killed_starts_anew(
             stop_at_manifest(patch, checkpointer.store, after=moment == "after")
             with pytest.raises(Killed):
                 save_toy(checkpointer, world, 1)
-        assert (place / FIRST_CHECKPOINT).exists()
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
             plan = plan_resume("auto", None, store, restarted=False)
@@ -377,21 +379,72 @@ def test_store_forgets_a_first_save_that_failed(
             patch.setattr(checkpointer_module, "write_manifest", fail)
             with pytest.raises(RunError, match="No space left"):
                 save_toy(checkpointer, world, 1)
-            assert plan_resume("auto", None, checkpointer.store, restarted=False) == ResumePlan()
+            plan = plan_resume("auto", None, checkpointer.store, restarted=False)
+            assert not plan.resume_candidates
 
     in_world(save_on_a_full_disk)
 
 
-def test_store_move_aside(kind_off_cluster: str, place: Path) -> None:
+def test_store_moves_earlier_runs_aside(kind_off_cluster: str, place: Path) -> None:
     def start_anew(world: World) -> None:
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
             (place / "metrics.jsonl").write_text("1\n")
             save_toy(checkpointer, world, 1)
-            store.move_aside()
+            store.begin(RunState(), fresh=True)
             assert saved_names(store) == []
             assert not store.was_committed()
             assert not (place / "metrics.jsonl").exists()
             assert [path.read_text() for path in place.glob("before-*/metrics.jsonl")] == ["1\n"]
 
     in_world(start_anew)
+
+
+@pytest.mark.parametrize("n_done", range(9))
+def test_store_knows_the_start_whose_move_was_killed(
+    n_done: int, kind_off_cluster: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either the run before is all there, or nothing of it is left, and the new one is known."""
+
+    def kill_the_move(world: World) -> None:
+        with opened(kind_off_cluster, place, world) as checkpointer:
+            (place / "metrics.jsonl").write_text("1\n")
+            store = checkpointer.store
+            old = store.locate(save_toy(checkpointer, world, 1))
+            with monkeypatch.context() as patch, suppress(Killed):
+                kill_after(n_done, patch)
+                store.begin(RunState(resume=str(old), resumed_from=str(old)), fresh=True)
+        finish_move(place)  # as `RunDir.lock` does
+        with opened(kind_off_cluster, place, world) as checkpointer:
+            store = checkpointer.store
+            for resume in ("auto", str(old)):
+                plan = plan_resume(resume, None, store, restarted=False)
+                (found,) = plan.resume_candidates
+                assert is_filled_with(loaded(checkpointer, found), 1)
+                assert (place / "metrics.jsonl").exists() == (found == old)
+                assert (old.name in saved_names(store)) == (found == old)
+
+    in_world(kill_the_move)
+
+
+def kill_after(n_done: int, patch: pytest.MonkeyPatch) -> None:
+    """Kill a move after some of its operations on files."""
+    done = itertools.count()
+
+    def killing(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run_or_kill(*args: Any, **options: Any) -> Any:
+            if next(done) >= n_done:
+                raise Killed
+            return operation(*args, **options)
+
+        return run_or_kill
+
+    for owner, name in (
+        (Path, "mkdir"),
+        (Path, "rename"),
+        (run_state, "replace_durably"),
+        (Bucket, "copy"),
+        (Bucket, "upload"),
+        (Bucket, "delete"),
+    ):
+        patch.setattr(owner, name, killing(getattr(owner, name)))

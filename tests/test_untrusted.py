@@ -25,7 +25,7 @@ from lm import generate, strict_yaml
 from lm.checkpoint.__main__ import list_run
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import DRAFT, MANIFEST, read_manifest, record
-from lm.checkpoint.store import COMMITTED, LocalCheckpoints
+from lm.checkpoint.store import LocalCheckpoints
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError, RunError
@@ -37,6 +37,7 @@ from lm.metrics.sinks import JSONL
 from lm.preflight import choose_cache
 from lm.prepare import main as prepare
 from lm.runtime.run_dir import RunDir
+from lm.runtime.run_state import STATE
 from lm.storage.folder import drafted, writing
 from tests.support import REPOSITORY
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
@@ -271,7 +272,7 @@ def test_run_writes_through_no_links_and_waits_for_no_fifos(kind: str, private: 
     JSONL(run_dir.path, 0, ()).close()
     write_durably(Path("file"), b"new")
     assert Path("file").read_bytes() == b"new"
-    irregular(run_dir.checkpoints / COMMITTED, kind, private)
+    irregular(run_dir.path / f"{STATE}.draft", kind, private)
     LocalCheckpoints(run_dir.checkpoints).prune(1, ())
     irregular(run_dir.metrics, kind, private)
     with pytest.raises(OSError, match="not a regular file"):
@@ -342,7 +343,7 @@ def test_leftovers_of_killed_commands_are_removed(
         (checkpoints / name / WEIGHTS_FILE).touch()
     (checkpoints / "killed" / DRAFT).touch()
     LocalCheckpoints(checkpoints).prune(1, ())
-    assert sorted(path.name for path in checkpoints.iterdir()) == [COMMITTED, "damaged"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["damaged"]
 
 
 LIBRARY_FAILS = {

@@ -22,22 +22,20 @@ from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
-from lm.checkpoint.store import (
-    COMMITTED,
-    CheckpointStore,
-    LocalCheckpoints,
-    NewCheckpoint,
-    write_first_checkpoint,
-)
+from lm.checkpoint.store import CheckpointStore, LocalCheckpoints, NewCheckpoint
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
 from lm.runtime.lease import Lease, is_held
-from lm.runtime.run_dir import (
+from lm.runtime.run_dir import TRANSFER_PREFIX
+from lm.runtime.run_state import (
     ASIDE,
-    FIRST_CHECKPOINT,
-    TRANSFER_PREFIX,
-    move_aside,
-    read_first_checkpoint,
+    STATE,
+    RunState,
+    finish_move,
+    has_files,
+    parse_state,
+    read_state,
+    write_state,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ RUN_FILES = (
     "checkpoints.jsonl",
     "sessions.jsonl",
     "tracker_id",
-    FIRST_CHECKPOINT,
+    STATE,
     "report.md",
     "report.png",
 )
@@ -115,21 +113,26 @@ class BucketCheckpoints(CheckpointStore):
 
     def was_committed(self) -> bool:
         paths = self.bucket.sizes("checkpoints")
-        if any(path == COMMITTED or path.endswith(MANIFEST) for path in paths):
+        if any(path.endswith(MANIFEST) for path in paths):
             return True
-        first = self._first_checkpoint()
-        if first is None:
+        state = self.read_state()
+        url, _, name = (state.first_checkpoint or "").rpartition("/")
+        if url != str(self):  # the working copy's, of another run or none
             return False
-        url, _, name = first.rpartition("/")
-        return url == str(self) and not any(path.startswith(f"{name}/") for path in paths)
+        return state.had_checkpoint or not any(path.startswith(f"{name}/") for path in paths)
 
-    def _first_checkpoint(self) -> str | None:
-        """Return the location of the run's first checkpoint, from the bucket or this machine."""
+    def read_state(self) -> RunState:
+        """Return the state in the bucket, or else that of this machine's working copy."""
         with suppress(FileNotFoundError):
-            return self.bucket.read(FIRST_CHECKPOINT).decode(errors="replace")
+            return parse_state(f"{self.url}/{STATE}", self.bucket.read(STATE))
         if self._run_dir is None:
-            return None
-        return read_first_checkpoint(self._run_dir)
+            return RunState()
+        return read_state(self._run_dir)
+
+    def _write_state(self, state: RunState) -> None:
+        assert self._run_dir is not None
+        write_state(self._run_dir, state)
+        self.bucket.upload([STATE], self._run_dir)
 
     # The run that writes
 
@@ -154,10 +157,8 @@ class BucketCheckpoints(CheckpointStore):
             )
             raise ConfigError(f"{problem}, but checkpoint_storage is {self.url}; {remedy}")
         lease = Lease(self.bucket, self._run_dir / "lease")
-        stored = self.bucket.sizes().keys() & set(RUN_FILES)
-        if stored and FIRST_CHECKPOINT not in stored:  # another machine has moved it aside
-            (self._run_dir / FIRST_CHECKPOINT).unlink(missing_ok=True)
-        for name in stored:
+        self._finish_move()
+        for name in self.bucket.sizes().keys() & set(RUN_FILES):
             write_durably(self._run_dir / name, self.bucket.read(name))
         # Only now: `release` uploads the run's files, which have to be those of the bucket.
         self._lease = lease
@@ -187,11 +188,14 @@ class BucketCheckpoints(CheckpointStore):
         assert self._lease is not None
         assert self._run_dir is not None
         self._lease.require()
-        if self._first_checkpoint() is None or not self.was_committed():
-            write_first_checkpoint(self._run_dir, str(self.locate(name)))
+        state = self.read_state()
+        if state.first_checkpoint is None or not self.was_committed():
+            state = state.replace(first_checkpoint=str(self.locate(name)))
+            write_state(self._run_dir, state)
         self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
-        self.bucket.write(f"checkpoints/{COMMITTED}", b"\n")
+        if not state.had_checkpoint:
+            self._write_state(state.replace(had_checkpoint=True))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         saved, _ = self.list_saved()
@@ -204,19 +208,42 @@ class BucketCheckpoints(CheckpointStore):
                 files = [file for file in sizes if file != MANIFEST]
                 self.bucket.delete([f"checkpoints/{name}/{file}" for file in files])
 
-    def move_aside(self) -> None:
-        """Move all files of the run to `before-<time>/`, here and on this machine's disk."""
+    def begin(self, state: RunState, *, fresh: bool) -> None:
+        """Record a start, and if `fresh` move the files of earlier runs here and on this disk."""
         assert self._run_dir is not None
-        old = [path for path in self.bucket.sizes() if not path.startswith(("before-", "lease/"))]
-        if old and self.url.startswith("az:"):  # which copies after it has answered
+        is_stored = len(self._movable()) > 0
+        if fresh and is_stored and self.url.startswith("az:"):  # which copies after it has answered
             raise ConfigError(
                 f"run_name: {self.url} has files of an earlier run; choose another run_name"
             )
-        move_aside(self._run_dir)  # first: after a kill, the files of the bucket count
+        if fresh and (is_stored or has_files(self._run_dir)):
+            aside = time.strftime(ASIDE)
+            if STATE in self.bucket.sizes():
+                self.bucket.copy([STATE], f"{aside}/")
+            url, _, name = (state.resumed_from or "").rpartition("/")
+            if url == str(self):
+                state = state.replace(resumed_from=f"{self.url}/{aside}/checkpoints/{name}")
+            state = state.replace(moving_to=aside)
+        self._write_state(state)
+        self._finish_move()
+
+    def _finish_move(self) -> None:
+        """Move aside what the state in the bucket says, also after a kill; see `finish_move`."""
+        assert self._run_dir is not None
+        state = self.read_state()
+        if state.moving_to is None:
+            return
+        old = self._movable()
         if old:
-            self.bucket.copy(old, f"{time.strftime(ASIDE)}/")
-            self.bucket.delete([FIRST_CHECKPOINT])
-            self.bucket.delete([path for path in old if path != FIRST_CHECKPOINT])
+            self.bucket.copy(old, f"{state.moving_to}/")
+            self.bucket.delete(old)
+        write_state(self._run_dir, state)  # the machine that has begun may be another one
+        finish_move(self._run_dir)
+        self._write_state(state.replace(moving_to=None))
+
+    def _movable(self) -> list[str]:
+        stays = ("before-", "lease/", STATE)
+        return [path for path in self.bucket.sizes() if not path.startswith(stays)]
 
     def _put_run_files(self) -> None:
         assert self._run_dir is not None

@@ -17,16 +17,8 @@ from lm.checkpoint.location import ClusterLocation, DirectoryLocation, Location,
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
-from lm.fileio import replace_durably, sync_directory
-from lm.runtime.run_dir import (
-    FIRST_CHECKPOINT,
-    TRANSFER_PREFIX,
-    is_locked,
-    move_aside,
-    read_first_checkpoint,
-    release_leases,
-    require_locked,
-)
+from lm.runtime.run_dir import TRANSFER_PREFIX, is_locked, release_leases, require_locked
+from lm.runtime.run_state import RunState, begin_run, read_state, write_state
 
 if TYPE_CHECKING:
     from determined import core
@@ -35,8 +27,6 @@ if TYPE_CHECKING:
 
 
 DELETED = ".deleted-"
-COMMITTED = ".committed"
-"""File that exists next to a run's checkpoints once one of them was complete."""
 
 
 @dataclass
@@ -52,9 +42,9 @@ class NewCheckpoint:
 class CheckpointStore(ABC):
     """The checkpoints of one run. Methods without `world` are called on one rank.
 
-    Off the cluster, the run's file `first_checkpoint` shows that a checkpoint was complete, even if
-    all were deleted. It is written before the manifest of the first one. If a kill comes between,
-    the checkpoint's files exist, as a kill deletes nothing, and it never was complete.
+    Off the cluster, `state.json` names the first one before its manifest is written, and says
+    afterwards that it was complete. After a kill between the two it was if its manifest exists, or
+    if none of its files do, as a kill deletes nothing.
     """
 
     writes_in_place = True
@@ -72,6 +62,10 @@ class CheckpointStore(ABC):
 
         Files are checked by size only; `verify` compares checksums.
         """
+
+    def read_state(self) -> RunState | None:
+        """Return what the run started from; None on a cluster, where the platform knows."""
+        return None
 
     @abstractmethod
     def was_committed(self) -> bool:
@@ -154,9 +148,12 @@ class CheckpointStore(ABC):
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         """Delete the checkpoints that are `expired`, and what killed saves left."""
 
-    @abstractmethod
-    def move_aside(self) -> None:
-        """Move all files of earlier runs, their checkpoints included, to `before-<time>/`."""
+    def begin(self, state: RunState, *, fresh: bool) -> None:  # noqa: B027
+        """Record a start that does not resume from a checkpoint of this run, off the cluster.
+
+        Args:
+            fresh: move all files of earlier runs, their checkpoints included, to `before-<time>/`.
+        """
 
     def close(self, world: World) -> None:  # noqa: ARG002
         """Complete what `start` began."""
@@ -165,12 +162,6 @@ class CheckpointStore(ABC):
     def close_after_error(self) -> None:
         """Try to `close`, once, without the other ranks: metrics up to an error can explain it."""
         release_leases()
-
-
-def write_first_checkpoint(run_dir: Path, location: str) -> None:
-    """Record the location of the run's first checkpoint, durably."""
-    replace_durably(run_dir / FIRST_CHECKPOINT, location.encode())
-    sync_directory(run_dir)
 
 
 class LocalCheckpoints(CheckpointStore):
@@ -211,22 +202,30 @@ class LocalCheckpoints(CheckpointStore):
             return is_locked(self.path.parent / "lock")
         return False
 
+    def read_state(self) -> RunState:
+        return read_state(self.path.parent)
+
     def was_committed(self) -> bool:
-        if (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}")):
+        if any(self.path.glob(f"[!.]*/{MANIFEST}")):
             return True
-        first = read_first_checkpoint(self.path.parent)
-        return first is not None and not is_url(first) and not (self.path / first).exists()
+        state = self.read_state()
+        first = state.first_checkpoint
+        if first is None or is_url(first):  # this is the working copy of a run in a bucket
+            return False
+        return state.had_checkpoint or not (self.path / first).exists()
 
     def require_lock(self) -> None:
         require_locked(self.path.parent / "lock")
 
     def record_first(self, path: Path) -> None:
-        if read_first_checkpoint(self.path.parent) is None or not self.was_committed():
-            write_first_checkpoint(self.path.parent, path.name)
+        state = self.read_state()
+        if state.first_checkpoint is None or not self.was_committed():
+            write_state(self.path.parent, state.replace(first_checkpoint=path.name))
 
     def remove_failed(self, path: Path) -> None:
-        if read_first_checkpoint(self.path.parent) == path.name:
-            (self.path.parent / FIRST_CHECKPOINT).unlink()  # first, in case of a kill
+        state = self.read_state()
+        if state.first_checkpoint == path.name and not state.had_checkpoint:
+            write_state(self.path.parent, state.replace(first_checkpoint=None))  # before a kill
         super().remove_failed(path)
 
     @contextmanager
@@ -236,8 +235,9 @@ class LocalCheckpoints(CheckpointStore):
             yield NewCheckpoint(path, name)
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        with suppress(FileExistsError):
-            (self.path / COMMITTED).open("x").close()
+        state = self.read_state()
+        if not state.had_checkpoint:
+            write_state(self.path.parent, state.replace(had_checkpoint=True))
         saved: list[SavedCheckpoint] = []
         if keep is not None:  # else there may be thousands
             saved, _ = self.list_saved()
@@ -252,8 +252,8 @@ class LocalCheckpoints(CheckpointStore):
             for path in self.path.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def move_aside(self) -> None:
-        move_aside(self.path.parent)
+    def begin(self, state: RunState, *, fresh: bool) -> None:
+        begin_run(self.path.parent, state, fresh=fresh)
 
 
 class ClusterCheckpoints(CheckpointStore):
@@ -332,6 +332,3 @@ class ClusterCheckpoints(CheckpointStore):
         for entry in expired(self._saved, keep, damaged):
             self._context.delete(entry.name)
             self._saved.remove(entry)
-
-    def move_aside(self) -> None:
-        """Do nothing: a trial's checkpoints are the platform's."""

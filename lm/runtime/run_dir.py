@@ -14,7 +14,7 @@ events.out.*              hyperparameters for TensorBoard
 training/, validation/    event files of TensorBoard
 traces/                   of the profilers
 checkpoints/              one directory per checkpoint
-first_checkpoint          names the run's first checkpoint: there was one, if all were deleted
+state.json                what the run started from, and whether it ever had a checkpoint
 tracker_id                names the run to trackers
 lock                      names the process that uses the directory
 lock.lease/               the lease of that process, on a file system without locks
@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from lm.errors import MAX_LINE, ConfigError, RunError
+from lm.errors import ConfigError, RunError
 from lm.fileio import open_regular, print_once, read_bytes, replace_durably, sync_directory
 from lm.launch.cleanup import at_exit
 from lm.launch.machine import describe_this_process
@@ -50,6 +50,7 @@ from lm.runtime.lease import (
     in_use_error,
     is_held,
 )
+from lm.runtime.run_state import finish_move, read_state
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -58,10 +59,6 @@ RUNS = Path("runs")
 """Directory of all runs, below the one that the command is started in."""
 TRANSFER_PREFIX = ".transfer-"
 """Prefix of temporary directories for transfers to and from object storage."""
-ASIDE = "before-%Y%m%d-%H%M%S"
-"""Format of the names of directories to which `resume=fresh` moves what earlier runs wrote."""
-FIRST_CHECKPOINT = "first_checkpoint"
-"""File of the run whose content is the location of a checkpoint; see `CheckpointStore`."""
 SEARCH_FILE = "search.json"
 """File of a directory that belongs to `lm.search`, with the directories of its trials in it."""
 LOCK_TIMEOUT = 5.0
@@ -159,7 +156,8 @@ class RunDir:
             raise ConfigError(f"{problem}; {remedy}") from None
         if holder is not None:
             raise in_use_error(self.path, holder)
-        if read_first_checkpoint(self.path) is not None:  # the file system has shown that it can
+        finish_move(self.path)
+        if read_state(self.path).had_checkpoint:  # the file system has shown that it can save
             return
         try:
             _try_to_save(self.checkpoints)
@@ -210,45 +208,6 @@ def _try_to_save(directory: Path) -> None:
         replace_durably(draft / "file", b"\n")
         draft.rename(Path(name) / "saved")
         sync_directory(Path(name))
-
-
-def read_first_checkpoint(run_dir: Path) -> str | None:
-    """Return the location of the run's first checkpoint; None if it has not had one.
-
-    Raises:
-        ConfigError: the file cannot be read, or names none.
-    """
-    path = run_dir / FIRST_CHECKPOINT
-    problem = "names no checkpoint"
-    try:
-        location = read_bytes(path, MAX_LINE).decode(errors="replace")
-        if re.fullmatch(f"(.*/)?{_NAME}", location):
-            return location
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    raise ConfigError(f"{path}: {problem}; move it out of the run's directory")
-
-
-def move_aside(run_dir: Path) -> None:
-    """Move all files of the run in `run_dir` to a new directory in it, named like `ASIDE`."""
-    stays = re.compile(r"lock(\.lease)?|lease|before-.*")
-    old = [path for path in run_dir.iterdir() if not stays.fullmatch(path.name)]
-    old.sort(key=lambda path: path.name != FIRST_CHECKPOINT)  # a kill must not leave it alone
-    aside = run_dir / time.strftime(ASIDE)
-    while aside.exists():  # two starts within one second
-        aside = aside.with_name(f"{aside.name}-again")
-    try:
-        if all(path.is_dir() and not any(path.iterdir()) for path in old):
-            return
-        aside.mkdir(mode=0o775)
-        for path in old:
-            path.rename(aside / path.name)
-        for name in ("checkpoints", "traces"):
-            (run_dir / name).mkdir(mode=0o775)
-    except OSError as error:
-        raise RunError(f"{error.filename}: cannot be moved ({error.strerror})") from None
 
 
 def lock_file(path: Path) -> str | None:

@@ -27,7 +27,8 @@ from lm.fileio import REPOSITORY, Line, open_regular, read_bytes, read_records, 
 from lm.flops import count_flops_per_token
 from lm.launch.spawn import die_with_parent
 from lm.metrics.records import Report
-from lm.runtime.run_dir import FIRST_CHECKPOINT, RunDir, is_locked, make_directory
+from lm.runtime.run_dir import RunDir, is_locked, make_directory
+from lm.runtime.run_state import read_state
 from lm.search.experiment import Point
 from lm.search.halving import DROPPED
 from lm.training.config import LoraConfig
@@ -202,7 +203,7 @@ class Trial:
             return list(error.problems)
         expected = {"hyperparameters": self._hyperparameters()}
         changes = [f"{self.config.name}: {each}" for each in differences(expected, found)]
-        if (self.path / FIRST_CHECKPOINT).exists() and not self._run_dir.metrics.exists():
+        if read_state(self.path).had_checkpoint and not self._run_dir.metrics.exists():
             changes.append(f"{self._run_dir.metrics.name}: is missing")
         if has_results and not sessions:
             changes.append(f"inputs: are unknown: {self._run_dir.sessions.name} names no start")
