@@ -62,6 +62,10 @@ decides.
 {counts} An examination takes {median:.1f} s of a core
 in the median, {most:.0f} s at most (`{slowest}`).
 
+"Rows up to" names the key of `config.json` that `max_seq_len` must not exceed, as beyond it the
+class computes a text by the length of its row. The rope types longrope and dynamic, which these
+defaults do not have, limit rows to the original context.
+
 The fourth column is how far a run in bfloat16 is from float32, and in parentheses how far the class
 itself in bfloat16 is: norms of the differences of all logits and of all gradients, relative to
 those of float32.
@@ -158,6 +162,8 @@ def _describe(model_type: str, found: Examination | str) -> tuple[str, str]:
     elif details:
         kind = "trained with something off"
         answer = f"off: {'; '.join(details)}".replace("|", "/")
+    if found.limits and not found.refusals():
+        answer += f"; rows up to `{'`, `'.join(map(str, found.limits))}`"
     distance = ""
     if "bfloat16" in found.findings and found.findings["bfloat16"].holds:
         distance = found.findings["bfloat16"].detail.removeprefix(FROM_FLOAT32)

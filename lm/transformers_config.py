@@ -16,6 +16,16 @@ to those before: positions, which start again; masks, for classes that make thei
 numbers of documents, for linear attention and convolutions, which lm.delta_rule computes then."""
 
 
+class LongestRow(BaseModel, frozen=True, extra="forbid"):
+    """How long rows may be, as a class computes longer ones otherwise than their documents."""
+
+    n_tokens: int
+    key: str
+    """of the config of the class"""
+    value: int
+    """of the key"""
+
+
 class Examined(BaseModel, frozen=True, extra="forbid"):
     """What an examination has found to hold of a class, in its version, on its machine."""
 
@@ -38,6 +48,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """Layers of quantized weights compute what these, dequantized, do."""
     compilation: bool = False
     """Layers can be compiled, each as one graph."""
+    longest_row: LongestRow | None = None
+    """None = what holds, holds of rows of any length"""
     untrained: list[str] = []
     """parameters that get no gradient, with "*" for the numbers of layers"""
     class_name: str = ""

@@ -1033,6 +1033,92 @@ def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> Non
     assert found.refusals() == []
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [8.0] * 8}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+ORIGINAL = {"original_max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "key", "longest"),
+    [
+        ("phi3", {"rope_parameters": LONGROPE, **ORIGINAL}, tuple(ORIGINAL), 40),
+        (
+            "llama",
+            {"rope_parameters": LONGROPE | ORIGINAL},
+            ("rope_parameters", *ORIGINAL),
+            40,
+        ),
+        ("granite", {"rope_parameters": DYNAMIC}, ("max_position_embeddings",), 256),
+        ("stablelm", {"rope_parameters": DYNAMIC}, ("max_position_embeddings",), 256),
+        pytest.param("llama4_text", {}, ("floor_scale",), 8191, marks=pytest.mark.slow),
+        pytest.param("doge", {}, ("keep_window_size",), 2048, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_are_limited_to_lengths_beyond_which_a_class_depends_on_them(
+    kind: str, changes: dict[str, Any], key: tuple[str, ...], longest: int
+) -> None:
+    config = examined_config(with_positions(kind, changes))
+    assert config.examined.longest_row is not None
+    assert config.examined.longest_row.key == ".".join(key)
+    assert config.examined.longest_row.n_tokens == longest
+    assert config.max_seq_len == min(longest, 256)
+    assert config.examined.packing
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama3", "yarn"])
+def test_rows_are_not_limited_by_other_lengths(kind: str) -> None:
+    """Windows, and rope types that are the same for all lengths."""
+    rope = {"rope_type": kind, "factor": 4.0, **ORIGINAL}
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    values = with_positions("gemma3_text", {})
+    if kind != "gemma3_text":
+        values = with_positions("granite", {"rope_parameters": rope | llama3})
+    config = examined_config(values)
+    assert config.examined.longest_row is None
+    assert config.max_seq_len == 256
+
+
+def with_positions(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a small model with options of its rotary embedding."""
+    values = complete_values(kind)
+    rope = values.get("rope_parameters") or {}
+    return values | changes | {"rope_parameters": rope | changes.get("rope_parameters", {})}
+
+
+def test_rows_that_are_too_long_for_a_class_are_refused_by_name(tmp_path: Path) -> None:
+    save_model("phi3", tmp_path, with_positions("phi3", {"rope_parameters": LONGROPE, **ORIGINAL}))
+    run = TRAINING | {"init_from": str(tmp_path), "max_seq_len": 40}
+    assert read_with_model_defaults(run).model.max_seq_len == 40
+    with pytest.raises(ConfigError, match=r"^test: max_seq_len: 41 .*original_max_.*: 40 .* 40$"):
+        read_with_model_defaults(run | {"max_seq_len": 41})
+
+
+def test_rows_up_to_the_limit_are_computed_as_documents_alone() -> None:
+    """Packed, padded and from the cache; and longer ones are not, without the limit."""
+    values = with_positions("phi3", {"rope_parameters": LONGROPE, **ORIGINAL})
+    config = examined_config(values)
+    long = torch.arange(30)[None] % 20
+    short = torch.arange(10)[None]
+    document_ids = torch.tensor([0] * 30 + [1] * 10)[None]
+
+    def differs(config: TransformersConfig, first: Tensor, document_ids: Tensor) -> bool:
+        model = TransformersModel(config).to_empty(device="cpu").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+            randomize(model)
+            alone = model(short)
+            packed = model(torch.cat([first, short], 1), document_ids=document_ids)
+        return not torch.allclose(packed[:, -10:], alone, atol=1e-5)
+
+    assert not differs(config, long, document_ids)
+    longer = torch.cat([long, long], 1)
+    ids_of_longer = torch.tensor([0] * 60 + [1] * 10)[None]
+    assert differs(config.model_copy(update={"max_seq_len": 100}), longer, ids_of_longer)
+    with pytest.raises(ValueError, match=r"^max_seq_len: 70 "):
+        differs(config, longer, ids_of_longer)
+
+
 def test_a_class_is_examined_once_for_all_sizes(capfd: pytest.CaptureFixture[str]) -> None:
     def is_examined(**changes: Any) -> bool:
         examine.examine(text_config({"model_type": "llama"} | changes))

@@ -112,6 +112,11 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
             problem = f"{key} {rate:g} in its config.json leaves out whole layers at random"
             reason = "which no rank can do alone, as all gather the weights of a layer together"
             yield "init_from", f"{problem}, {reason}; set it to 0 in a copy of the model"
+    longest = examined.longest_row
+    if longest is not None and hp.model.max_seq_len > longest.n_tokens:
+        problem = f"{hp.model.max_seq_len} exceeds {longest.key}: {longest.value} of config.json"
+        reason = f"from which on {kind} computes a text by the length of its row"
+        yield "max_seq_len", f"{problem}, {reason}; use at most {longest.n_tokens}"
     mode = hp.parallel.activation_checkpointing
     holds = {
         "none": True,

@@ -20,6 +20,11 @@ than a second, each question by the class's own forward and as a run would:
 
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
 turned off.
+
+What a class does otherwise for longer sequences is asked, too: every integer of a config that acts
+on positions, such as the length beyond which rotary frequencies change, is less than the longest
+document, and more than others. If a class needs a larger one to be exact, rows must not be longer
+than that.
 Results are kept in the user's cache, by config, versions and code.
 """
 
@@ -29,7 +34,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -40,14 +45,21 @@ from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
 from lm.errors import ConfigError
-from lm.hf.small_config import VOCABULARY, small_configs, with_dropout
+from lm.hf.small_config import (
+    VOCABULARY,
+    KeyPath,
+    possible_lengths,
+    small_configs,
+    with_dropout,
+    with_value,
+)
 from lm.launch.console import warn
 from lm.program import describe_packages, describe_program
 from lm.storage.cache import cached
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
 from lm.training.roles import is_selector
-from lm.transformers_config import Examined, PackedBy, TransformersConfig
+from lm.transformers_config import Examined, LongestRow, PackedBy, TransformersConfig
 from lm.transformers_model import (
     TransformersModel,
     build_network,
@@ -72,6 +84,8 @@ _NOISE = 1e-2
 """of the largest gradient: smaller ones may be sums of larger terms that cancel"""
 _DOCUMENTS = (20, 9, 13)
 """tokens; more than windows and convolutions have"""
+_LONG = 16
+"""tokens, less than the longest document and more than the others: what lengths are cut to"""
 _SEED = 7
 _NO_ADAPTERS = LoraConfig.model_validate({})
 
@@ -90,6 +104,7 @@ Question = Literal[
     "nf4",
     "compilation",
 ]
+_QUESTIONS: Set[Question] = set(get_args(Question))
 _NEEDED: Mapping[Question, str] = {
     "determinism": "its forward pass is random without dropout, too",
     "causality": "a later token changes earlier logits",
@@ -97,6 +112,8 @@ _NEEDED: Mapping[Question, str] = {
     "gradients": "parameters get no gradient",
 }
 """Without which a class is refused -> why."""
+_OF_LENGTHS: Set[Question] = {"determinism", "causality", "padding", "packing", "gradients"}
+"""What may hold of rows up to a length only."""
 _PACKAGES = ("torch", "transformers")
 _KERNELS = ("flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels")
 
@@ -109,6 +126,17 @@ class Finding(BaseModel, frozen=True):
     """what was found, at least if it does not hold"""
 
 
+class Limit(BaseModel, frozen=True):
+    """A length in a config that rows must not exceed."""
+
+    path: KeyPath
+    is_exclusive: bool
+    """whether rows must be shorter than it, too"""
+
+    def __str__(self) -> str:
+        return ".".join(self.path)
+
+
 class Examination(BaseModel, frozen=True):
     """The answers for a class."""
 
@@ -119,12 +147,16 @@ class Examination(BaseModel, frozen=True):
     """how documents are told apart, if packing holds"""
     untrained: list[str]
     """parameters that get no gradient, as `without_numbers` names them"""
+    limits: list[Limit] = []
+    """of rows for which the findings hold"""
     seconds: float
     """of a core"""
 
-    def examined(self) -> Examined:
-        """Return what a run depends on."""
+    def examined(self, values: Mapping[str, Any]) -> Examined:
+        """Return what a run of a model with the complete config `values` depends on."""
+        longest = min(self._longest_rows(values), key=lambda row: row.n_tokens, default=None)
         return Examined(
+            longest_row=longest,
             hidden_states=self.findings["hidden_states"].holds,
             packing=self.findings["packing"].holds,
             packed_by=self.packed_by,
@@ -145,6 +177,14 @@ class Examination(BaseModel, frozen=True):
             },
         )
 
+    def _longest_rows(self, values: Mapping[str, Any]) -> Iterator[LongestRow]:
+        for limit in self.limits:
+            length: Any = values
+            for key in limit.path:
+                length = length[key]
+            n_tokens = length - 1 if limit.is_exclusive else length
+            yield LongestRow(n_tokens=n_tokens, key=str(limit), value=length)
+
     def refusals(self) -> list[str]:
         """Return why the class cannot be trained exactly; [] if it can."""
         reasons: list[str] = []
@@ -160,6 +200,8 @@ class Examination(BaseModel, frozen=True):
         for question, finding in self.findings.items():
             answer = "holds, " if finding.holds else "does not hold: "
             lines.append(f"  {question:<23}  {answer}{finding.detail}".rstrip(", "))
+        if self.limits:
+            lines.append(f"  rows up to the length:   {', '.join(map(str, self.limits))}")
         if self.untrained:
             lines.append(f"  no gradient:             {', '.join(self.untrained)}")
         return lines
@@ -207,7 +249,13 @@ def _examine(config: dict[str, Any]) -> Examination | str:
         small = _build_small(config)
         if isinstance(small, str):
             return small
-        answers = _ask(small)
+        crossed = _cut_lengths(small)
+        answers = _ask(crossed.small)
+        limits: list[Limit] = []
+        if answers.holding() != _OF_LENGTHS:
+            within, limits = _find_limits(small, crossed.paths, answers.holding())
+            if limits:
+                answers = _ask(within)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
@@ -216,6 +264,7 @@ def _examine(config: dict[str, Any]) -> Examination | str:
         findings=answers.findings,
         packed_by=answers.packed_by,
         untrained=answers.untrained,
+        limits=limits,
         seconds=round(time.process_time() - started, 2),
     )
 
@@ -239,6 +288,71 @@ def _build_small(config: dict[str, Any]) -> _Small | str:
     except Exception as error:  # a config that the class refuses, in any way
         return one_line(error)
     return _Small(config, network)
+
+
+class _Crossed(NamedTuple):
+    """A small model whose lengths are cut, and where they are in its config."""
+
+    small: _Small
+    paths: list[KeyPath]
+
+
+def _cut_lengths(small: _Small) -> _Crossed:
+    """Cut each length in a config: with it cut, the class computes, with the same parameters."""
+    shapes = _shapes(small)
+    paths: list[KeyPath] = []
+    for path in possible_lengths(small.config, _LONG):
+        cut = _build_small(with_value(small.config, path, _LONG))
+        if not isinstance(cut, str) and _shapes(cut) == shapes:
+            small = cut
+            paths.append(path)
+    return _Crossed(small, paths)
+
+
+@torch.no_grad()
+def _shapes(small: _Small) -> dict[str, torch.Size]:
+    """Return those of the parameters and of logits."""
+    shapes = {name: parameter.shape for name, parameter in small.network.named_parameters()}
+    return shapes | {"logits": _logits(small.network, _tokens(_DOCUMENTS[0])).shape}
+
+
+class _Within(NamedTuple):
+    """A small model that is asked about rows up to the lengths `limits` of its config."""
+
+    small: _Small
+    limits: list[Limit]
+
+
+def _find_limits(small: _Small, paths: Sequence[KeyPath], crossed: Set[Question]) -> _Within:
+    """Find the lengths that rows must not exceed, as more is right of a class within them.
+
+    Args:
+        small: with its own lengths, which are above those of all rows.
+        paths: of the lengths.
+        crossed: what holds if all of them are cut.
+    """
+    right = _ask(small, _OF_LENGTHS).holding()
+    if right <= crossed:
+        return _Within(small, [])
+    limits: list[KeyPath] = []
+    for path in paths:
+        cut = _build_small(with_value(small.config, path, _LONG))
+        if isinstance(cut, str):
+            continue
+        if right <= _ask(cut, _OF_LENGTHS).holding():
+            small = cut
+        else:
+            limits.append(path)
+    longest_row = sum(_DOCUMENTS) if "packing" in right else max(_DOCUMENTS)
+    for is_exclusive in (False, True):
+        config = small.config
+        for path in limits:
+            config = with_value(config, path, longest_row + is_exclusive)
+        within = _build_small(config)
+        if not isinstance(within, str) and right <= _ask(within, _OF_LENGTHS).holding():
+            small = within
+            break
+    return _Within(small, [Limit(path=path, is_exclusive=is_exclusive) for path in limits])
 
 
 def _derived_sizes(values: Mapping[str, Any]) -> set[str]:
@@ -365,13 +479,23 @@ class _Answers(NamedTuple):
     packed_by: PackedBy
     untrained: list[str]
 
+    def holding(self) -> Set[Question]:
+        """Return what holds of `_OF_LENGTHS`."""
+        return {
+            question
+            for question in _OF_LENGTHS & self.findings.keys()
+            if self.findings[question].holds
+        }
 
-def _ask(small: _Small) -> _Answers:
+
+def _ask(small: _Small, questions: Set[Question] = _QUESTIONS) -> _Answers:
     """Return the answers up to the one that refuses the class; see `_Answers`."""
     findings: dict[Question, Finding] = {}
     findings["hidden_states"] = _attempt(partial(_ask_hidden_states, small.network))
     exam = _Exam(small, hidden_states=findings["hidden_states"].holds)
     for question in get_args(Question)[1:]:
+        if question not in questions:
+            continue
         findings[question] = _attempt(getattr(exam, question))
         if question in _NEEDED and not findings[question].holds:
             break

@@ -20,6 +20,15 @@ WINDOW = 8
 """tokens of sliding windows and of chunks: fewer than documents have in the examination"""
 POSITIONS = 128
 
+_POSITIONS = {
+    "max_position_embeddings": POSITIONS,
+    "max_seq_len": POSITIONS,
+    "n_positions": POSITIONS,
+    "original_max_position_embeddings": POSITIONS // 2,
+}
+"""more than rows have in the examination; those of a table of positions"""
+_IDS = ("_id", "_ids", "_index")
+"""ends of the names of numbers that are no sizes"""
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_blocks")
 _WIDTHS = {
     "attention_hidden_size": 64,
@@ -74,10 +83,7 @@ _WIDTHS = {
     "encoder_hash_byte_group_vocab": VOCABULARY,
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
-    "max_position_embeddings": POSITIONS,
-    "max_seq_len": POSITIONS,
-    "n_positions": POSITIONS,
-    "original_max_position_embeddings": 32,
+    **_POSITIONS,
     "attention_chunk_size": WINDOW,
     "attention_window_size": WINDOW,
     "chunk_size": WINDOW,
@@ -151,6 +157,36 @@ def _cut(
             _cut_rope(small[key], small, cuts_widths=cuts_widths)
     set_random_rates(small, 0.0)
     return small
+
+
+KeyPath = tuple[str, ...]
+"""Keys that lead to a value inside of mappings."""
+
+
+def possible_lengths(config: Mapping[str, Any], least: int) -> Iterator[KeyPath]:
+    """Yield where a small config has integers above `least` that may be numbers of positions.
+
+    They are all but those whose names say that they are something else, and windows, which are
+    shorter.
+    """
+    for key, value in config.items():
+        if isinstance(value, dict) and key != "per_layer_config":
+            for inner in possible_lengths(value, least):
+                yield (key, *inner)
+        is_known = key in _WIDTHS and key not in _POSITIONS
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if is_number and value > least and not is_known and not key.endswith(_IDS):
+            yield (key,)
+
+
+def with_value(config: Mapping[str, Any], path: KeyPath, value: int) -> dict[str, Any]:
+    """Return a config with another value at `path`."""
+    changed = copy.deepcopy(dict(config))
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
 
 
 def with_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,16 +265,17 @@ def _find_lists(values: dict[str, Any], length: int) -> list[list[Any]]:
 
 def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
     """Cut what has a name of `_WIDTHS`, in inner mappings and lists, too."""
-    lengths = (VOCABULARY, POSITIONS, WINDOW, 32)
+    lengths = (VOCABULARY, WINDOW)
     for key, value in small.items():
         if isinstance(value, dict):
             _cut_sizes(value, cuts_widths=cuts_widths)
             continue
         size = _WIDTHS.get(key)
+        is_length = size in lengths or key in _POSITIONS
         is_inner = key.endswith(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"))
         if value is None and key in _DERIVED:
             small[key] = size
-        elif size is not None and (cuts_widths or is_inner or size in lengths):
+        elif size is not None and (cuts_widths or is_inner or is_length):
             small[key] = _replace(value, size)
         elif key == "pad_token_id" and value is not None:
             small[key] = 0

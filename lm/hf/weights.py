@@ -234,9 +234,12 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
         if isinstance(values.get(key), int):
             length = values[key]
             break
+    examined = examination.examined(values)
+    if examined.longest_row is not None:
+        length = min(length, examined.longest_row.n_tokens)
     return TransformersConfig(
         transformers_config=values,
-        examined=examination.examined(),
+        examined=examined,
         vocab_size=values["vocab_size"],
         max_seq_len=length,
         **measure_sizes(build_network(transformers_model.read_config(values)))._asdict(),
