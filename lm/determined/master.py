@@ -18,8 +18,7 @@ from typing import Any
 
 import determined as det
 from determined import core
-from determined.common import util
-from determined.common.api import authentication, bindings, certs
+from determined.common.api import bindings
 from determined.common.api.bindings import APIHttpError
 from determined.common.api.errors import BadRequestException
 
@@ -142,10 +141,8 @@ class LogSender:
     lines wait for the master. Lines that it refuses, and all lines after `close`, are printed.
     """
 
-    def __init__(self, info: det.ClusterInfo) -> None:
-        certificate = certs.default_load(info.master_url)
-        session = authentication.login_from_task(info.master_url, certificate)
-        self._session = session.with_retry(util.get_max_retries_config())
+    def __init__(self, info: det.ClusterInfo, train: core.TrainContext) -> None:
+        self._session = private.session_of(train)
         self._waiting: list[bindings.v1TaskLog] = []
         self._fields: dict[str, Any] = {
             "taskId": info.task_id,

@@ -1,6 +1,7 @@
 """What this package uses of Determined's private names, as there is no public way.
 
-0.38.1 is Determined's last release, so that these names do not change.
+A trial's container has the version of its master: 0.35.0 or a later one. What only some of these
+have is used here alone, and says since when; the other names are the same in all of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from determined import core
-from determined.common.api import bindings
+from determined.common.api import Session, bindings
 from determined.core._metrics import _Shipper
 
 
@@ -30,9 +31,20 @@ def replace_post_metrics(train: core.TrainContext, replacement: Callable[..., No
     shipper._post_metrics = partial(replacement, shipper._post_metrics)
 
 
+def session_of(train: core.TrainContext) -> Session:
+    """Return the session in which Core API calls the master for a trial, with its retries."""
+    return train._session
+
+
 def read_trial_state(train: core.TrainContext) -> bindings.trialv1State:
     """Ask the master for the state of this trial."""
     return bindings.get_GetTrial(train._session, trialId=train._trial_id).trial.state
+
+
+def report_progress(train: core.TrainContext, progress: float) -> None:
+    """Report the fraction of a run that is done; 0.35 and 0.36 have no way to."""
+    if hasattr(train, "report_progress"):  # since 0.37.0
+        train.report_progress(progress)
 
 
 def join_profiler(profiler: core.ProfilerContext, timeout: float) -> None:

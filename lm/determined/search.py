@@ -359,8 +359,8 @@ class SearchStop:
             try:
                 private.replace_post_metrics(train, self._report_and_ask)
             except AttributeError:
-                problem = f"version {det.__version__} reports in another way than 0.38.1"
-                remedy = "a search could not stop this trial; use a cluster of version 0.38.1"
+                problem = f"version {det.__version__} reports in another way than known ones"
+                remedy = "a search could not stop this trial; use searcher.name random or grid"
                 raise ConfigError(f"determined: {problem}, and {remedy}", rank_local=True) from None
 
     def _report_and_ask(

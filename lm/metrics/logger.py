@@ -42,7 +42,7 @@ class MetricLogger:
             return
         write = partial(print, flush=True)
         if info:
-            self._log_sender = master.LogSender(info)
+            self._log_sender = master.LogSender(info, train_context)
             write = self._log_sender.print
         self._sinks.append(Console(max_steps, write))
         if run_dir is None:

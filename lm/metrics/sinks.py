@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from determined import core
 
+from lm.determined import private
 from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
 from lm.fileio import drop_records, open_regular
@@ -212,6 +214,7 @@ class CoreAPI(Sink):
     def __init__(self, train_context: core.TrainContext, max_steps: int) -> None:
         self._train_context = train_context
         self._max_steps = max_steps
+        self._report_progress = partial(private.report_progress, train_context)
         self._background = BackgroundReporter()
         self._samples: SummaryWriter | None = None
 
@@ -220,7 +223,7 @@ class CoreAPI(Sink):
             self._write_sample(record)
         elif record.group == "training":
             progress = min(1.0, record.step / self._max_steps)
-            self._background.submit(self._train_context.report_progress, progress)
+            self._background.submit(self._report_progress, progress)
 
     def _write_sample(self, record: Record) -> None:
         if self._samples is None:

@@ -22,7 +22,7 @@ from determined.common import constants
 
 from tests.support import REPOSITORY
 from tests.support.cluster import trial
-from tests.support.cluster.master import Master
+from tests.support.cluster.master import USER_TOKEN, Master
 from tests.support.runs import wait_until, write_script
 
 UNAVAILABLE = trial.unavailable_reason()
@@ -120,7 +120,8 @@ def test_trial_writes_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert master.refused == []
     assert any(name.endswith("/manifest.json") for name in stored)
     assert any("tensorboard" in name and "tfevents" in name for name in stored)
-    secrets = [key, secret, finished.allocation.token, trial.PASSWORD, "password-in-the-experiment"]
+    secrets = [key, secret, USER_TOKEN, finished.allocation.token, trial.PASSWORD]
+    secrets.append("password-in-the-experiment")
     assert not [
         name for name, content in stored.items() for text in secrets if text.encode() in content
     ]

@@ -31,7 +31,6 @@ import yaml
 from tests.support.cluster.searcher import Searcher, make_searcher
 
 PROFILER_GROUPS = {"gpu", "cpu", "memory", "disk", "network"}
-VERSION = "0.38.1"
 STARTED = "2026-11-21T23:58:16Z"
 ON_PURPOSE = "refused on purpose"
 
@@ -111,6 +110,7 @@ class Master:
     """A master whose checkpoint storage is the directory `storage`.
 
     Attributes:
+        version: 0.35.0 or later; those before 0.38 accept experiments of an older form only.
         delay: seconds before every answer.
         is_away: whether a proxy answers calls with 503, as while the master restarts.
         refuse: status codes to refuse calls with, by route.
@@ -118,8 +118,9 @@ class Master:
         on_experiment: called with every experiment that is created or continued.
     """
 
-    def __init__(self, storage: Path) -> None:
+    def __init__(self, storage: Path, version: str = "0.38.1") -> None:
         self.storage = storage
+        self.version = version
         self.calls: list[Call] = []
         self.refused: list[str] = []
         self.delay = 0.0
@@ -311,13 +312,11 @@ Body = Mapping[str, Any]
 
 USER = {"id": 1, "username": "tester", "admin": False, "active": True}
 USER_TOKEN = "token-of-a-user"
-MASTER = {
-    "version": VERSION,
-    "masterId": "m",
-    "clusterId": "c",
-    "clusterName": "",
-    "telemetryEnabled": False,
-}
+
+
+def describe_master(master: Master, _body: None, _query: Body) -> dict[str, Any]:
+    fixed = {"masterId": "m", "clusterId": "c", "clusterName": "", "telemetryEnabled": False}
+    return {"version": master.version} | fixed
 
 
 def log_in(_master: Master, body: Body, _query: Body) -> dict[str, Any]:
@@ -328,6 +327,7 @@ def log_in(_master: Master, body: Body, _query: Body) -> dict[str, Any]:
 def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any]:
     """Accept an experiment as the CLI sends it, and pack its folder as the master does."""
     master.experiment = yaml.safe_load(body["config"])
+    check_form(master)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for entry in body["modelDefinition"]:
@@ -346,6 +346,15 @@ def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any
     master.experiments.append(experiment)
     master.on_experiment(experiment)
     return show_experiment(master, None, {}, str(experiment.id)) | {"warnings": []}
+
+
+def check_form(master: Master) -> None:
+    """Refuse a form of the newest experiment that came with a later version."""
+    if master.version >= "0.38":
+        return
+    require("max_length" in master.experiment["searcher"], "searcher.max_length is required")
+    for policy in master.experiment["log_policies"]:
+        require("name" not in policy and "type" in policy["action"], "not a log policy")
 
 
 def show_experiment(master: Master, _body: None, _query: Body, experiment: str) -> dict[str, Any]:
@@ -728,8 +737,8 @@ def exit_early(master: Master, body: Body, _query: Body, trial: str) -> None:
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
-    "GET /info": lambda *_: {"version": VERSION},
-    "GET /api/v1/master": lambda *_: MASTER,
+    "GET /info": describe_master,
+    "GET /api/v1/master": describe_master,
     "GET /api/v1/me": lambda *_: {"user": USER},
     "POST /api/v1/auth/login": log_in,
     "POST /api/v1/experiments": create_experiment,

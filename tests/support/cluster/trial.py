@@ -26,7 +26,13 @@ import yaml
 from lm.launch.spawn import reserve_port
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.cluster import container
-from tests.support.cluster.master import Allocation, Experiment, Master, TrialRecord
+from tests.support.cluster.master import (
+    USER_TOKEN,
+    Allocation,
+    Experiment,
+    Master,
+    TrialRecord,
+)
 from tests.support.forked import start_python
 from tests.support.hyperparameters import TINY
 
@@ -219,7 +225,7 @@ def run_once(
     policies = [
         policy
         for policy in experiment.config["log_policies"]
-        if policy["action"] == "cancel_retries"
+        if policy["action"] in ("cancel_retries", {"type": "cancel_retries"})
     ]
     is_final = any(
         re.search(f"^{policy['pattern']}$", finished.log, re.MULTILINE) for policy in policies
@@ -256,6 +262,7 @@ def environment(
         "DET_STEPS_COMPLETED": "0",
         "DET_TRIAL_RUN_ID": str(allocation.run),
         "DET_USER": "tester",
+        "DET_USER_TOKEN": USER_TOKEN,
         "DET_RESOURCES_ID": "resources-1",
         "DET_RESOURCES_TYPE": "docker-container",
         "DET_CONTAINER_ID": "container-1",

@@ -1,0 +1,85 @@
+"""Trials on masters of other versions, whose SDK the platform installs in every container."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import trial
+from tests.support.cluster.master import Master
+
+UNAVAILABLE = trial.unavailable_reason()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+
+
+@dataclass
+class SDK:
+    version: str
+    folder: Path
+
+
+@pytest.fixture(params=["0.35.0", "0.37.0"])
+def sdk(request: pytest.FixtureRequest, tmp_path: Path) -> SDK:
+    """An SDK of the package index, to be put before the installed one."""
+    sdk = SDK(request.param, tmp_path / "sdk")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--target", str(sdk.folder), f"determined=={sdk.version}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"determined {sdk.version} cannot be installed: {done.stderr.strip()[-200:]}")
+    return sdk
+
+
+@pytest.fixture
+def master(sdk: SDK, tmp_path: Path) -> Iterator[Master]:
+    (tmp_path / "storage").mkdir()
+    master = Master(tmp_path / "storage", sdk.version)
+    yield master
+    master.close()
+
+
+def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the experiment as docs/determined.md writes it for masters before 0.38."""
+    config["searcher"]["max_length"] = 1
+    config["log_policies"] = [
+        {"pattern": policy["pattern"], "action": {"type": policy["action"]}}
+        for policy in config["log_policies"]
+    ]
+    return config
+
+
+@pytest.mark.slow
+def test_trial_uses_the_sdk_of_its_master(master: Master, sdk: SDK, tmp_path: Path) -> None:
+    # Forked programs would have imported another version.
+    how: dict[str, Any] = {"PYTHONPATH": str(sdk.folder), "PIP_NO_INDEX": "1"}
+    how |= {"folder": tmp_path, "fork": False}
+    # The pause ends it: a trial hears of that later than its small steps are done.
+    config = trial.experiment(max_steps=100_000, report_rate=1, checkpoint_rate=100, num_tokens=0)
+    trial.submit(master, in_the_older_form(config), tmp_path / "cli")
+
+    def pause(group: str, step: int) -> None:
+        if (group, step) == ("training", 5) and master.allocation:
+            master.allocation.preempt.set()
+
+    master.on_metrics = pause
+    paused = trial.run(master, **how)
+    assert paused.process.returncode == 0, paused.log
+    assert paused.allocation.acknowledged, paused.log
+    stop = master.kept(1)[-1]["metadata"]["steps_completed"]
+    shorter = config["hyperparameters"] | {"max_steps": stop + 5}
+    resumed = trial.run(master, hyperparameters=shorter, **how)
+    assert resumed.process.returncode == 0, resumed.log
+    assert not resumed.allocation.acknowledged
+    steps = [m["step"] for m in master.metrics if m["group"] == "training"]
+    assert steps == [*range(1, stop + 6)]
+    assert master.kept(1)[-1]["metadata"]["steps_completed"] == stop + 5
+    assert master.trials[1].status == "completed"
+    reports_progress = bool(master.bodies("/api/v1/trials/{trial}/progress"))
+    assert reports_progress == (sdk.version == "0.37.0")
+    assert master.refused == []
