@@ -230,8 +230,8 @@ class Determined(Client):
         config = {
             "name": run.name,
             "checkpoint_storage": {"type": "directory", "container_path": directory},
-            # Without a metric, the Overview has no chart.
-            "searcher": {"name": "single", "metric": "loss"},
+            # Without a metric, the Overview has no chart. Masters before 0.38 require a length.
+            "searcher": {"name": "single", "metric": "loss", "max_length": 1},
         }
         body = {"config": json.dumps(config), "unmanaged": True}
         answer = session.put(f"api/v1/experiments/by-external-id/{run.id}", json=body)
