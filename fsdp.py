@@ -56,11 +56,17 @@ from lm.data.progress import progress_bar
 from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
-from lm.determined.search import SearchStop, read_experiment
+from lm.determined.experiment import (
+    check_fork,
+    check_processes,
+    implied_overrides,
+    unread_keys,
+)
+from lm.determined.search import SearchStop
 from lm.errors import ConfigError, RunError
 from lm.flops import count_flops_per_token
 from lm.hf import adapters, weights
-from lm.launch.console import announce, print_error, record_error
+from lm.launch.console import announce, print_error, record_error, warn
 from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.spawn import run_and_exit
 from lm.metrics.accumulator import MetricsAccumulator
@@ -98,7 +104,7 @@ class Job:
     """off the cluster"""
     dry_run: bool = False
     searcher: Any = None
-    """off the cluster, that section of the experiment file"""
+    """that section of the experiment"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
         launch = Launch.from_env(os.environ)
-        job = read_job(args)
+        job = read_job(args, launch)
         world = join_world(launch, job.hp.run.collective_timeout, job.hp.parallel.cpu_offload)
     except RunError as error:
         print_error(error)
@@ -114,22 +120,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return train_together(job, world)
 
 
-def read_job(args: Namespace) -> Job:
+def read_job(args: Namespace, launch: Launch) -> Job:
     """Read the hyperparameters: the trial's on a cluster, else the file's and the arguments'."""
     trial = master.trial_info()
+    run_dir: RunDir | None = None
+    lines: Mapping[str, int] = {}
     if trial is not None:
-        hp = read_hyperparameters(
-            read_experiment(trial), args.overrides, "trial", defaults=adapters.model_defaults
-        )
-        return Job(hp, trial, None, args.dry_run)
-    from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
+        check_processes(trial, launch.world_size)
+        name = "trial"
+        experiment = master.experiment_config(trial)
+    else:
+        from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
 
-    experiment, lines = strict_yaml.load_experiment(args.config)
-    hp = read_hyperparameters(
-        experiment, args.overrides, str(args.config), lines, adapters.model_defaults
-    )
-    run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
-    return Job(hp, None, run_dir, args.dry_run, experiment.get("searcher"))
+        name = str(args.config)
+        experiment, lines = strict_yaml.load_experiment(args.config)
+    for line in unread_keys(experiment):
+        warn(line)
+    overrides = [*implied_overrides(experiment), *args.overrides]
+    hp = read_hyperparameters(experiment, overrides, name, lines, adapters.model_defaults)
+    if trial is None:
+        run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
+    return Job(hp, trial, run_dir, args.dry_run, experiment.get("searcher"))
 
 
 def train_together(job: Job, world: World) -> int:
@@ -162,7 +173,7 @@ def train_together(job: Job, world: World) -> int:
             store.close(world)
             return code
     except RunError as error:
-        record_error(str(error))
+        record_error(error)
         if error.rank_local or world.rank == 0:  # what all ranks know, rank 0 prints
             print(error, file=sys.stderr)
             watchdog.publish_error(error)  # for ranks that lose the connection to this one
@@ -182,6 +193,8 @@ def execute(
     with world.all_or_none():
         # hp.precision.amp_dtype, where "auto" is the best dtype of the device
         amp_dtype = precision.compute_dtype(job.hp.precision, world.device)
+    if job.trial is not None:
+        world.run_in_thread_on_rank0(check_fork, context.train, job.trial, job.hp.to_flat())
     run = preflight(
         job.hp, amp_dtype, world, job.trial, job.run_dir, store, job.dry_run, job.searcher
     )

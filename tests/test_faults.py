@@ -512,7 +512,7 @@ import time
 from lm.errors import ConfigError
 from lm.launch import console
 
-def read_job(_):
+def read_job(*_):
     if rank == 0:
         time.sleep(1000)
     raise ConfigError("found by rank 1")

@@ -324,7 +324,7 @@ def test_torchrun_report_shows_every_line_of_the_error(
 ) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    record_error("lr: one\nd_ff: two")
+    record_error(ConfigError("lr: one", "d_ff: two"))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     assert "traceback : lr: one\n  d_ff: two" in str(ChildFailedError("fsdp.py", {0: failure}))
     ErrorHandler().override_error_code_in_rootcause_data(str(file), failure.error_file_data, 2)

@@ -39,6 +39,8 @@ _MAX_LINES = 1000
 
 REFUSALS = (BadRequestException, APIHttpError)
 """Errors of calls that the master refuses."""
+MALFORMED = (KeyError, TypeError, ValueError)
+"""Errors of the bindings for an answer in another shape."""
 
 
 @contextmanager

@@ -51,14 +51,20 @@ def print_error(error: RunError) -> None:
         prints = True
     if prints:
         print(error, file=sys.stderr)
-    record_error(str(error))
+    record_error(error)
 
 
-def record_error(text: str) -> None:
-    """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
+def record_error(error: RunError) -> None:
+    """Write `error` to where torchrun reads what it prints at the end of its report of a failure.
+
+    Without torchrun, print the line of that report in which Determined's log policies find the exit
+    code, so that a trial is not restarted in vain.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         # The format of torchrun's @record.
-        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+        message = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError):  # of another torchrun that has ended
             Path(path).write_text(json.dumps({"message": message}))
+    elif "DET_TRIAL_ID" in os.environ:
+        print(f"exitcode  : {error.exit_code} (pid: {os.getpid()})", file=sys.stderr)

@@ -217,7 +217,7 @@ class Watchdog:
         In a thread: the main thread may wait for the GPU.
         """
         error = self._explain_failure(timed_out=True)
-        record_error(str(error))
+        record_error(error)
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)
 

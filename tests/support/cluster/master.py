@@ -103,6 +103,7 @@ class Experiment:
     config: dict[str, Any]
     state: str = "STATE_ACTIVE"
     searcher: Searcher | None = None
+    forked_from: int | None = None
     external: str = ""
 
 
@@ -364,6 +365,7 @@ def show_experiment(master: Master, _body: None, _query: Body, experiment: str) 
     shown |= texts | {
         "config": found.config,
         "hyperparameters": {},
+        "forkedFrom": found.forked_from,
         "projectId": 1,
         "projectOwnerId": 1,
     }
@@ -416,6 +418,7 @@ def put_experiment(master: Master, body: Body, query: Body, external: str) -> di
         config["searcher"]["name"] == "single" and config["searcher"]["metric"] == "loss",
         "charts need a metric",
     )
+    require(config["searcher"]["max_length"], "before 0.38, searcher.max_length is required")
     known = next((e for e in master.experiments if e.external == external), None)
     if known is None:
         known = Experiment(len(master.experiments) + 1, config, "STATE_PAUSED", external=external)
