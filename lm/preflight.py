@@ -265,10 +265,6 @@ class ResolvedRun:
                 f"{rates} meet at no step: only the last checkpoint has a validation loss and can"
                 " be the best"
             )
-        if self.searcher is not None:
-            note = self.searcher.note()
-            if note is not None:
-                notes.append(note)
         return notes
 
     def summary(self, world: World) -> str:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import determined as det
 from determined import core
 from determined.common.api import bindings
 
-from lm.determined import master, private
-from lm.determined.master import REFUSALS
+from lm.determined import private
+from lm.determined.master import MALFORMED, REFUSALS
 from lm.errors import ConfigError
-from lm.launch.console import announce
 
 TIME_METRIC = "batches"
 """Metric of a validation report that counts steps."""
@@ -33,12 +30,6 @@ INPUTS_VARIABLE = "SEARCH_INPUTS"
 OTHER_INPUTS = "the trial's result could not be compared with the others'"
 """Start of the error of a trial whose inputs are not those that its search has found."""
 
-_MALFORMED = (KeyError, TypeError, ValueError)
-"""Errors of the bindings for an answer in another shape."""
-
-_EXIT_CODE_2 = "  exitcode  : 2 (pid: 1)"
-"""Line in a trial's log after exit code 2, as torchrun prints it."""
-
 
 @dataclass(frozen=True)
 class Searcher:
@@ -50,10 +41,9 @@ class Searcher:
     time_metric: str | None
     """what `max_time` counts"""
     max_time: int
+    """0 = not set"""
     rungs: Sequence[int]
     """values of `time_metric` at which trials are compared, in ascending order; empty = unknown"""
-    has_bracket_rungs: bool
-    """whether `bracket_rungs` sets how many there are, and `max_rungs` does not count"""
     max_steps: int
     """the last step, which is validated too"""
     validation_rate: int
@@ -66,7 +56,7 @@ class Searcher:
         """Read the searcher from the config of a trial's experiment."""
         searcher = experiment["searcher"]
         rungs: list[int] = []
-        if searcher["name"] == "adaptive_asha":
+        if searcher["name"] == "adaptive_asha" and searcher.get("max_time"):
             rungs = adaptive_asha_rungs(searcher)
         return cls(
             name=searcher["name"],
@@ -75,7 +65,6 @@ class Searcher:
             time_metric=searcher.get("time_metric"),
             max_time=searcher.get("max_time") or 0,
             rungs=rungs,
-            has_bracket_rungs=bool(searcher.get("bracket_rungs")),
             max_steps=max_steps,
             validation_rate=validation_rate,
         )
@@ -128,14 +117,21 @@ class Searcher:
                 f"searcher.smaller_is_better: {value} would prefer the {preferred} {self.metric};"
                 f" use {other}"
             )
-        if self.rungs:
-            problem = self._rung_problem()
+        if self.stops_trials:
+            problem = self._problem_of_stops()
             if problem is not None:
                 problems.append(problem)
         if problems:
             raise ConfigError(*problems)
 
-    def _rung_problem(self) -> str | None:
+    def _problem_of_stops(self) -> str | None:
+        """Return a line if the searcher cannot stop this trial where it should."""
+        if self.max_time == 0:
+            return (
+                f"searcher.name: {self.name} without max_time is a search by operations, as before"
+                " Determined 0.38, and could not stop this trial; use random or grid, or"
+                " python -m lm.search FILE"
+            )
         if self.time_metric != TIME_METRIC:
             return (
                 f"searcher.time_metric: {self.time_metric!r} does not count the steps in the"
@@ -147,50 +143,7 @@ class Searcher:
                 " would end before the last rung, and the search would start no others in their"
                 f" place; use max_time {self.max_steps}, or max_steps {self.max_time}"
             )
-        return self._problem_of_passed_rungs()
-
-    def _problem_of_passed_rungs(self) -> str | None:
-        """Return a line if one validation passes several rungs, at all of which it is compared."""
-        rungs = sorted(set(self.rungs))
-        passed = [
-            (lower, upper)
-            for lower, upper in pairwise(rungs)
-            if self.validation_after(lower) == self.validation_after(upper)
-        ]
-        if not passed:
-            return None
-        lower, upper = passed[0]
-        shown = ", ".join(map(str, rungs[:8]))
-        if len(rungs) > 8:
-            shown = f"{shown}, ..."
-        rate = min(rungs[0], *[upper - lower for lower, upper in pairwise(rungs)])
-        remedy = f"validation_rate {rate}"
-        n_apart = len(rungs) - rungs.index(passed[-1][1])
-        if n_apart > 1 and not self.has_bracket_rungs:
-            remedy = f"searcher.max_rungs {n_apart}, or {remedy}"
-        return (
-            f"validation_rate: {self.validation_rate} compares at one validation, step"
-            f" {self.validation_after(lower)}, the rungs of step {lower} and step {upper}"
-            f" (rungs: {shown}); use {remedy}"
-        )
-
-    def note(self) -> str | None:
-        """Return a line on rungs at which nothing is validated, so that they are decided later."""
-        late = []
-        for rung in self.rungs:
-            decided = self.validation_after(rung)
-            if decided > rung:
-                late.append(f"{rung} at step {decided}")
-        if not late:
-            return None
-        return (
-            f"validation_rate {self.validation_rate} does not divide the rungs; decided later:"
-            f" {', '.join(late)}"
-        )
-
-    def decides_at(self, step: int) -> bool:
-        """Return whether the validation at `step` is the first one at or after a rung."""
-        return any(self.validation_after(rung) == step for rung in self.rungs)
+        return None
 
     def validation_after(self, step: int) -> int:
         """Return the first step at or after `step` at which the trial is validated."""
@@ -236,40 +189,6 @@ def rungs_of_brackets(searcher: Mapping[str, Any]) -> list[int]:
     most = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
     fewest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}
     return list(range(most, fewest[searcher.get("mode", "standard")] - 1, -1))
-
-
-def read_experiment(trial: det.ClusterInfo) -> Mapping[str, Any]:
-    """Return the config of the trial's experiment; say so if its search retries in vain."""
-    experiment = master.experiment_config(trial)
-    warning = retry_warning(experiment)
-    if warning is not None:
-        announce(warning)
-    return experiment
-
-
-def retry_warning(experiment: Mapping[str, Any]) -> str | None:
-    """Return a line if a search restarts its trials after exit code 2, which would be in vain."""
-    max_restarts = experiment.get("max_restarts", 5)
-    if experiment["searcher"]["name"] == "single" or max_restarts == 0:
-        return None
-    if any(_cancels_retries(policy) for policy in experiment.get("log_policies") or ()):
-        return None
-    return (
-        "warning: no log policy cancels retries after exit code 2: a point that is refused or"
-        f" diverges is restarted up to {max_restarts} times (max_restarts); add to log_policies:"
-        ' {name: bad configuration, pattern: ".*exitcode *: 2 .*", action: cancel_retries}'
-    )
-
-
-def _cancels_retries(policy: Mapping[str, Any]) -> bool:
-    """Return whether this log policy cancels retries after exit code 2."""
-    pattern = policy.get("pattern")
-    if policy.get("action") != "cancel_retries" or not isinstance(pattern, str):
-        return False
-    try:
-        return re.search(pattern, _EXIT_CODE_2) is not None
-    except re.error:  # the master's syntax is Go's
-        return False
 
 
 def search_inputs(env: Mapping[str, str]) -> dict[str, Any] | None:
@@ -393,7 +312,7 @@ class SearchStop:
 
     def _ask(self, cause: str) -> None:
         state: bindings.trialv1State | None = None
-        with suppress(*REFUSALS, *_MALFORMED):
+        with suppress(*REFUSALS, *MALFORMED):
             state = private.read_trial_state(self._train)
         if state is None:
             return
@@ -407,9 +326,9 @@ class SearchStop:
 
         If so, rank 0 waits until the decision is known, at most `DECISION_TIMEOUT`.
         """
-        if self._searcher is None or step >= self._searcher.max_steps:
+        if self._searcher is None or not self._searcher.stops_trials:
             return False
-        if not self._searcher.decides_at(step):
+        if step >= self._searcher.max_steps:
             return False
         if self._rank == 0:
             with self._answered:

@@ -403,7 +403,6 @@ def test_trial_that_is_canceled_is_not_stopped_by_its_search(
 @pytest.mark.slow
 def test_trial_with_a_wrong_searcher_ends_before_step_1(searching: Master, tmp_path: Path) -> None:
     searching.experiment["searcher"] |= {"metric": "validation_loss", "max_time": 100}
-    searching.experiment["log_policies"] = []
     refused = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
     assert re.search(r"exitcode *: 2 ", refused.log)
     lines = [
@@ -411,13 +410,8 @@ def test_trial_with_a_wrong_searcher_ends_before_step_1(searching: Master, tmp_p
         for line in refused.log.splitlines()
         if line.startswith("[rank=0] ")
     ]
-    warnings = [number for number, line in enumerate(lines) if "log_policies" in line]
-    problems = [number for number, line in enumerate(lines) if line.startswith("searcher.")]
-    assert [lines[number].partition(":")[0] for number in problems] == [
-        "searcher.metric",
-        "searcher.max_time",
-    ]
-    assert warnings < problems
+    problems = [line.partition(":")[0] for line in lines if line.startswith("searcher.")]
+    assert problems == ["searcher.metric", "searcher.max_time"]
     assert not searching.bodies("/api/v1/trials/{trial}/early_exit")
     assert searching.metrics == []
     assert searching.refused == []
