@@ -97,7 +97,7 @@ def test_files_modules_and_targets_of_pages_exist(page: Path) -> None:
 def test_hyperparameters_of_pages_exist(page: Path) -> None:
     for language, text in blocks(page):
         if language == "yaml":
-            assert set(yaml.safe_load(text)["hyperparameters"]) <= KEYS
+            assert set(yaml.safe_load(text).get("hyperparameters", ())) <= KEYS
         for line in text.splitlines():
             if re.search(r"fsdp\.py|make (train|bench)|sbatch|qsub|det experiment", line):
                 command = line.partition(" #")[0].replace("[key=value ...]", "")

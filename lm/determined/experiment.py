@@ -117,7 +117,7 @@ def check_fork(
             problems.append(f"{key}: not set, and its default is another value: {values}")
     if problems:
         cause = "the form Hyperparameter Search drops values that are 0 or false"
-        remedy = "use Fork, with the searcher and the ranges in its YAML"
+        remedy = "set them in the YAML of Fork, with the searcher and the ranges"
         raise ConfigError(*problems, f"{cause}; {remedy}")
 
 

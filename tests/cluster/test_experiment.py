@@ -1,4 +1,4 @@
-"""What an experiment's config asks of the platform: slots, keys of its own loop, searches."""
+"""What an experiment's config asks of the platform: slots, keys of its loop, searches."""
 
 from __future__ import annotations
 
