@@ -707,7 +707,7 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "train_data": ("x", {"dataset": "text"}),
     "val_data": ("x", {"dataset": "text"}),
     "tokenizer": ("bytes", {"dataset": "jsonl"}),
-    "text_field": ("x", {"dataset": "hf"}),
+    "fields": ({"text": "x"}, {"dataset": "hf"}),
     "loss_on": ("completion", {"dataset": "jsonl"}),
     "chat_template": ("x", {"dataset": "jsonl"}),
     "chat_template_kwargs": ({"x": 1}, {"dataset": "jsonl"}),

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.data.chat_template import RenderedChat
+from lm.data.chat_template import ChatTemplate, RenderedChat
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader
 from lm.data.probe import TemplateProbe
@@ -182,7 +182,7 @@ def test_rendered_text_has_one_start_and_one_end(
     plain: Any, rendered: Any, completion_only: bool, tmp_path: Path
 ) -> None:
     samples = [
-        JsonlDataset([write(tmp_path / "a.jsonl", [record])], LLAMA, 64, "text", completion_only)
+        JsonlDataset([write(tmp_path / "a.jsonl", [record])], LLAMA, 64, None, completion_only)
         for record in (plain, rendered)
     ]
     assert samples[0].fingerprint() == samples[1].fingerprint()
@@ -279,44 +279,11 @@ def test_chat_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
         JsonlDataset([file], LLAMA, 256)
 
 
-@pytest.mark.parametrize("mark", [{"train": False}, {"training": 0}, {"loss": False}], ids=str)
-def test_messages_that_others_mark_as_not_learned_are_no_targets(
-    mark: dict[str, Any], tmp_path: Path
-) -> None:
-    chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"} | mark]
-    chat += [{"role": "assistant", "content": "the question", key: True} for key in mark]
-    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    learned = LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True)))
-    assert learned == "the question\n\n"
-
-
-@pytest.mark.parametrize(
-    ("mark", "advice"),
-    [
-        ({"training": "false"}, "training is .*false.*; it must be true or false"),
-        ({"train": "no"}, "train is .*; it must be true or false"),
-        ({"loss": 0.5}, r"loss is 0\.5; it must be true or false"),
-        ({"mask": True}, "mask is not read; write weight: 0 in messages that are not learned"),
-        ({"train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}, ".*weight: 0"),
-    ],
-    ids=str,
-)
-def test_marks_of_what_is_learned_that_are_not_read_are_refused(
-    mark: dict[str, Any], advice: str, tmp_path: Path
-) -> None:
-    chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"} | mark]
-    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    with pytest.raises(ConfigError, match=rf"a\.jsonl:1: messages\[1\]: {advice}"):
-        JsonlDataset([file], LLAMA, 256, completion_only=True)
-
-
 @pytest.mark.parametrize(
     "record",
     [
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]},
-        {"prompt": "q", "response": ""},
         {"prompt": "q", "completion": ""},
-        {"instruction": "q", "input": "", "output": ""},
     ],
     ids=str,
 )
@@ -672,11 +639,8 @@ CHATS = {
     "plain": [ASK, ANSWER_IT],
     "system": [said("system", "grove7"), ASK, ANSWER_IT],
     "developer": [said("developer", "grove7"), ASK, ANSWER_IT],
-    "unknown role": [said("usr", "amber7"), ANSWER_IT],
-    "no role": [ASK | {"role": None}, ANSWER_IT],
     "system twice": [said("system", "grove7"), said("system", "haven7"), ASK, ANSWER_IT],
     "system in the middle": [ASK, ANSWER_IT, said("system", "grove7"), ASK, ANSWER_IT],
-    "other roles": [said("asker", "amber7"), said("guru", "basil7")],
     "reasoning": [ASK, ANSWER_IT | THINK],
     "thinking": [ASK, said("assistant", "cedar7", "basil7")],
     "name": [ASK | {"name": "fjord7"}, ANSWER_IT],
@@ -688,12 +652,6 @@ CHATS = {
         ANSWER_IT,
     ],
     "result": [ASK, said("assistant", "", tool_calls=calls("ember7")), RESULT, ANSWER_IT],
-    "function": [
-        ASK,
-        said("assistant", "", tool_calls=calls("ember7")),
-        RESULT | {"role": "function"},
-        ANSWER_IT,
-    ],
 }
 
 
@@ -797,6 +755,35 @@ def test_arguments_as_json_text_are_decoded(template: str, tmp_path: Path) -> No
     assert found[0] == found[1]
 
 
+WRITES_CALLS = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}ARGUMENTS{% endfor %}"
+)
+WANT_TEXT = {
+    "rejects objects": WRITES_CALLS.replace("ARGUMENTS", "{{ '<' + c.function.arguments + '>' }}"),
+    "writes them as Python": WRITES_CALLS.replace("ARGUMENTS", "<{{ c.function.arguments }}>"),
+}
+
+
+@pytest.mark.parametrize("template", WANT_TEXT)
+@pytest.mark.parametrize("arguments", [{"x": "é"}, {}, '{"x":"\\u00e9"}'], ids=str)
+def test_template_that_wants_arguments_as_text_gets_it(
+    arguments: Any, template: str, tmp_path: Path
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    chat = [DIALOG[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)))
+    tokenizer = FileTokenizer(
+        tokenizer.files, "x", ChatTemplate(WANT_TEXT[template] + "{{ eos_token }}{% endfor %}", "x")
+    )
+    text = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 512)))
+    expected = (
+        arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    )
+    assert f"<{expected}>" in text
+
+
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3_1"])
 def test_nulls_that_a_table_adds_to_calls_are_left_out(template: str, tmp_path: Path) -> None:
     import datasets
@@ -820,6 +807,37 @@ def test_nulls_that_a_table_adds_to_calls_are_left_out(template: str, tmp_path: 
     found = JsonlDataset([tmp_path / "b.jsonl"], tokenizer, 512)
     assert found.fingerprint() == expected.fingerprint()
     assert "; 2 calls of a tool without nulls" in (found.note or "")
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_meant"),
+    [
+        ({}, True),
+        ({"type": "null"}, True),
+        ({"type": ["string", "null"]}, True),
+        ({"type": "string", "nullable": True}, True),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, True),
+        ({"type": "string"}, False),
+        ({"type": ["string", "integer"]}, False),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, False),
+    ],
+    ids=str,
+)
+def test_null_is_meant_if_the_schema_allows_it(
+    schema: dict[str, Any], is_meant: bool, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
+    nested = {
+        "type": "object",
+        "properties": {"a": {"type": "object", "properties": {"b": schema}}},
+    }
+    tools = [{"name": "f", "parameters": nested}]
+    calls = [{"function": {"name": "f", "arguments": {"a": {"b": None}, "c": None}}}]
+    reply = {"role": "assistant", "content": "", "tool_calls": calls}
+    file = write(tmp_path / "a.jsonl", [{"messages": [ASK, reply], "tools": tools}])
+    text = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192)))
+    expected = '{"a": {"b": null}}' if is_meant else '{"a": {}}'
+    assert f'{{"name": "f", "arguments": {expected}}}' in text
 
 
 def test_null_that_a_schema_lists_or_that_is_in_json_text_is_meant(tmp_path: Path) -> None:
@@ -849,11 +867,6 @@ def test_empty_thinking_is_a_target_only_if_the_data_has_it(template: str, tmp_p
         assert text.endswith("It is 4.<|im_end|>\n")
 
 
-def test_text_field_names_the_field(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"body": "xy"}])
-    assert targets(JsonlDataset([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.eos_id]
-
-
 def test_jsonl_fingerprint(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cd"}])
     first = JsonlDataset([file], BYTES, 8).fingerprint()
@@ -865,10 +878,13 @@ def test_jsonl_fingerprint(tmp_path: Path) -> None:
 INVALID = {
     "json": ("{", "not valid JSON"),
     "list": ("[1]", "not a JSON object: [1]"),
-    "text_field": ('{"txt": "a", "n": 1}', "keys: txt, n"),
-    "null": ('{"text": null}', "'text' is null"),
+    "keys": ('{"txt": "a", "n": 1}', "keys: txt, n"),
+    "null": ('{"text": null}', "the keys: none"),
     "number": ('{"text": 5}', "'text' is 5"),
-    "completion": ('{"prompt": "a", "completion": ["b"]}', "'completion' is [\"b\"]"),
+    "completion": (
+        '{"prompt": "a", "completion": ["b"]}',
+        "completion: is messages, and prompt is",
+    ),
     "surrogate": ('{"text": "\\ud800"}', "'text' is not valid Unicode: character 0 "),
     "surrogate-chat": (
         '{"messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -877,25 +893,17 @@ INVALID = {
     "messages": ('{"messages": "hi"}', 'messages is "hi"'),
     "content-null": (
         '{"messages": [{"role": "user", "content": null}]}',
-        'messages[0]: content is not text: {"role": "user", "content": null}',
+        "messages[0]: content is null, not text",
     ),
     "content-missing": (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contnt": "b"}]}',
-        "messages[1]: content",
+        "messages[1]: contnt: not read",
     ),
     "content-number": ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: content"),
     "content-list": ('{"messages": [{"role": "user", "content": [5]}]}', "messages[0]: content"),
-    "sharegpt-role": ('{"conversations": [{"from": "dog", "value": "a"}]}', 'from is "dog"'),
+    "sharegpt-role": ('{"conversations": [{"from": "dog", "value": "a"}]}', 'role is "dog"'),
     "sharegpt-turn": ('{"conversations": [{"text": "a"}]}', "conversations[0]"),
     "sharegpt-list": ('{"conversations": {}}', "conversations is {}"),
-    "ambiguous": (
-        '{"prompt": "a", "completion": "b", "response": "c"}',
-        "response: not read, as the record is read by prompt, completion",
-    ),
-    "other-key": (
-        '{"messages": [{"role": "user", "content": "a"}], "tool": ["f"]}',
-        "tool: not read, as the record is read by messages",
-    ),
     "weight": (
         '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
         "messages[0]: weight is 0.5",
@@ -906,11 +914,20 @@ INVALID = {
     ),
     "completion-object": (
         '{"prompt": [{"role": "user", "content": "a"}], "completion": {"b": "c"}}',
-        'completion is {"b": "c"}',
+        "completion[0]: b: not read",
     ),
     "parts": (
         '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}',
-        'messages[0]: content is not text: {"role"',
+        'messages[0]: content has {"type": "image_url"',
+    ),
+    "parts-key": (
+        '{"messages": [{"role": "user", "content": [{"type": "text", "value": "a"}]}]}',
+        'messages[0]: content has {"type": "text", "value": "a"}',
+    ),
+    "parts-mask": (
+        '{"messages": [{"role": "user",'
+        ' "content": [{"type": "text", "text": "a", "train": false}]}]}',
+        "messages[0]: content has",
     ),
     "template": ('{"messages": [{"role": "cat", "content": ""}]}', "no such role: cat"),
     "arguments": (
@@ -934,13 +951,6 @@ INVALID = {
         '{"messages": [{"role": "user"}], "tools": [{"name": "f", "parameters": [1]}]}',
         'tools: {"name": "f"',
     ),
-    "keys": ('{"content": "a", "url": "b"}', "the keys: content, url; rename them"),
-    "keys-nested": ('{"data": [{"text": "a"}]}', "write the records of data one a line"),
-    "keys-messages": (
-        '{"chosen": [{"role": "user", "content": "a"}], "rejected": []}',
-        "chosen: preferences are learned with objective: dpo",
-    ),
-    "keys-one": ('{"content": "a"}', "set text_field: content"),
     "twice": ('{"text": "a", "n": {}, "text": "b"}', "an object has the key 'text' twice"),
     "twice-nested": (
         '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
@@ -975,7 +985,7 @@ def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     first, second = error.value.problems
     assert first.startswith(f"{file}:2: ")
     assert part in first
-    assert second.startswith(f"{tmp_path}/b.jsonl:1: no text (text_field)")
+    assert second.startswith(f"{tmp_path}/b.jsonl:1: the line has the keys: none")
 
 
 def test_jsonl_counts_megabytes_of_empty_lines(tmp_path: Path) -> None:
@@ -986,55 +996,6 @@ def test_jsonl_counts_megabytes_of_empty_lines(tmp_path: Path) -> None:
 
 
 ANSWER = [{"role": "user", "content": "to be\n\nor"}, {"role": "assistant", "content": "not"}]
-LAYOUTS = {
-    "sharegpt": {
-        "id": "1",
-        "conversations": [
-            {"from": "human", "value": "to be\n\nor"},
-            {"from": "gpt", "value": "not"},
-        ],
-    },
-    "alpaca": {"instruction": "to be", "input": "or", "output": "not"},
-    "response": {"prompt": "to be\n\nor", "response": "not"},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts_are_read_as_chats(layout: str, tmp_path: Path) -> None:
-    found = JsonlDataset(
-        [write(tmp_path / "a.jsonl", [LAYOUTS[layout]])], LLAMA, 64, completion_only=True
-    )
-    expected = JsonlDataset(
-        [write(tmp_path / "b.jsonl", [{"messages": ANSWER}])], LLAMA, 64, completion_only=True
-    )
-    assert found.fingerprint() == expected.fingerprint()
-    assert "chat" in (found.note or "")
-    assert "chat" not in (expected.note or "")
-
-
-def test_text_field_can_be_a_key_of_a_layout(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [LAYOUTS["alpaca"]])
-    found = targets(JsonlDataset([file], BYTES, 64, text_field="output"))
-    assert bytes(found[:-1]) == b"ot"
-
-
-def test_system_of_other_layouts_is_a_message(tmp_path: Path) -> None:
-    record = LAYOUTS["alpaca"] | {"system": "be"}
-    chat = [{"role": "system", "content": "be"}, *ANSWER]
-    found = JsonlDataset([write(tmp_path / "a.jsonl", [record])], LLAMA, 64)
-    expected = JsonlDataset([write(tmp_path / "b.jsonl", [{"messages": chat}])], LLAMA, 64)
-    assert found.fingerprint() == expected.fingerprint()
-
-
-def test_other_layouts_without_a_template_are_completions(tmp_path: Path) -> None:
-    for layout in ("alpaca", "response"):
-        file = write(tmp_path / "a.jsonl", [LAYOUTS[layout]])
-        found = JsonlDataset([file], BYTES, 64, completion_only=True)
-        assert bytes(targets(found)[:-1]) == b"not"
-        assert bytes(found[0].inputs.tolist()).startswith(b"to be\n\nor\nnot")
-    file = write(tmp_path / "a.jsonl", [LAYOUTS["sharegpt"]])
-    with pytest.raises(ConfigError, match="no chat template"):
-        JsonlDataset([file], BYTES, 64)
 
 
 def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
@@ -1135,12 +1096,9 @@ def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
         JsonlDataset([file], llama("\n{% for m in messages %}"), 64)
 
 
-@pytest.mark.parametrize(
-    ("role", "advice"), [("speaker", "rename the roles"), ("user", "remove the line")]
-)
-def test_chat_without_the_assistant_is_refused(role: str, advice: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": "to be"}]}])
-    with pytest.raises(ConfigError, match=f"messages: .* only of {role}, .*; {advice}"):
+def test_chat_without_the_assistant_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "to be"}]}])
+    with pytest.raises(ConfigError, match=r"messages: .* only of user, .*; remove the line"):
         JsonlDataset([file], LLAMA, 64, completion_only=True)
 
 

@@ -36,12 +36,12 @@ def test_items_can_be_larger_than_a_pipe() -> None:
 
 
 def write_records(path: Path, n_records: int) -> Path:
-    """Write texts and prompts with completions, in several pieces, with keys that are not read."""
+    """Write texts and prompts with completions, of which some are empty, in several pieces."""
     lines: list[str] = []
     for i in range(n_records):
         record: dict[str, Any] = {"text": f"{i} " * (i % 90)}
         if i % 3 == 1:
-            record = {"instruction": f"count to {i}", "output": "1, 2, " * 20, "kind": "a"}
+            record = {"prompt": f"count to {i}\n", "completion": "1, 2, " * (i % 20)}
         lines.append(json.dumps(record))
     path.write_text("\n".join(lines))
     return path
@@ -63,7 +63,7 @@ def test_workers_write_the_arrays_of_one_process(
     one, three = datasets
     assert one.fingerprint() == three.fingerprint()
     assert one.note is not None
-    assert "not read: kind of" in one.note
+    assert "with an empty reply" in one.note
     assert one.note == three.note
     for index in range(len(one)):
         assert np.array_equal(one[index].targets, three[index].targets)

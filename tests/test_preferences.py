@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from lm.data.json_lines import Record
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader, PairBatch
+from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.file_tokenizer import FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
-from tests.support.jq import make_lines
-from tests.support.tokenizer_files import llama_tokenizer
+from tests.support.tokenizer_files import byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
 TEMPLATE = (
@@ -42,14 +43,6 @@ def chat(*turns: str, start: str = "user") -> list[dict[str, Any]]:
     return [{"role": roles[(first + i) % 2], "content": text} for i, text in enumerate(turns)]
 
 
-def sharegpt(*turns: str, start: str = "user") -> list[dict[str, Any]]:
-    names = {"user": "human", "assistant": "gpt"}
-    return [
-        {"from": names[turn["role"]], "value": turn["content"]}
-        for turn in chat(*turns, start=start)
-    ]
-
-
 def write(path: Path, records: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -57,8 +50,8 @@ def write(path: Path, records: Iterable[Any]) -> Path:
 
 QA = ("[user] Q</s>[assistant] A</s>", "A</s>")
 QB = ("[user] Q</s>[assistant] B</s>", "B</s>")
-SYSTEM_QA = ("[system] S</s>" + QA[0], QA[1])
-SYSTEM_QB = ("[system] S</s>" + QB[0], QB[1])
+QA_REPLY, QB_REPLY = (chat(text, start="assistant")[0] for text in "AB")
+JSON_REPLY = '{"role": "assistant", "content": "Hi"}'
 TURNS = "[user] Q0</s>[assistant] A0</s>"
 
 READ: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
@@ -75,61 +68,39 @@ READ: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         [QA, QB],
     ),
     "text-replies": ({"prompt": chat("Q"), "chosen": "A", "rejected": "B"}, [QA, QB]),
-    "ultrafeedback_binarized": (
-        {
-            "prompt": "Q",
-            "prompt_id": "f0e1",
-            "chosen": chat("Q", "A"),
-            "rejected": chat("Q", "B"),
-            "messages": chat("Q", "A"),
-            "score_chosen": 8.5,
-            "score_rejected": 8.0,
-        },
-        [QA, QB],
-    ),
-    "dialogs-as-json": (
-        {"chosen": json.dumps(chat("Q", "A")), "rejected": json.dumps(chat("Q", "B"))},
+    "dialogs": (
+        {"prompt": None, "chosen": chat("Q", "A"), "rejected": chat("Q", "B"), "tools": []},
         [QA, QB],
     ),
     "several-turns": (
         {"chosen": chat("Q0", "A0", "Q", "A"), "rejected": chat("Q0", "A0", "Q", "B")},
         [(TURNS + QA[0], QA[1]), (TURNS + QB[0], QB[1])],
     ),
-    "orca_dpo_pairs": (
-        {"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
-        [SYSTEM_QA, SYSTEM_QB],
-    ),
-    "distilabel-intel-orca": (
-        {"system": "", "input": "Q", "chosen": "A", "rejected": "B"},
-        [QA, QB],
+    "more turns after the common ones": (
+        {"chosen": chat("Q", "A", "P", "A"), "rejected": chat("Q", "B")},
+        [(QA[0] + "[user] P</s>[assistant] A</s>", "A</s>A</s>"), QB],
     ),
     "json-replies": (
         {"prompt": "Q: ", "chosen": '{"a": 1}', "rejected": "[]"},
         [('Q: {"a": 1}', '{"a": 1}'), ("Q: []", "[]")],
     ),
-    "llamafactory-alpaca": (
-        {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
-        [QA, QB],
-    ),
-    "llamafactory-sharegpt": (
-        {
-            "conversations": sharegpt("Q0", "A0", "Q"),
-            "chosen": {"from": "gpt", "value": "A"},
-            "rejected": {"from": "gpt", "value": "B"},
-        },
-        [(TURNS + QA[0], QA[1]), (TURNS + QB[0], QB[1])],
-    ),
-    "sharegpt-dialogs": (
-        {"chosen": sharegpt("Q", "A"), "rejected": sharegpt("Q", "B"), "source": "web"},
-        [QA, QB],
+    "replies that are JSON text of messages": (
+        {"prompt": chat("Q"), "chosen": JSON_REPLY, "rejected": '{"from": "Oslo", "from": "Rome"}'},
+        [
+            (f"[user] Q</s>[assistant] {JSON_REPLY}</s>", f"{JSON_REPLY}</s>"),
+            (
+                '[user] Q</s>[assistant] {"from": "Oslo", "from": "Rome"}</s>',
+                '{"from": "Oslo", "from": "Rome"}</s>',
+            ),
+        ],
     ),
 }
 
 
 @pytest.mark.parametrize("name", READ)
-def test_published_preferences_are_read(name: str) -> None:
+def test_pairs_are_read(name: str) -> None:
     record, expected = READ[name]
-    renderer = RecordRenderer(LLAMA, "text", completion_only=True, pairs=True)
+    renderer = RecordRenderer(LLAMA, RecordFields(pairs=True), completion_only=True)
     found: list[tuple[str, str]] = []
     for text, spans, _, place in renderer.render_lines([Record("a:1", record, 0)]):
         assert place == "a:1"
@@ -137,19 +108,58 @@ def test_published_preferences_are_read(name: str) -> None:
     assert found == expected
 
 
+TEMPLATES = ["qwen2_5", "qwen2_5_training", "qwen3", "qwen3_training", "llama3_1"]
+TEMPLATES += ["gptoss_training", "nemotron_3_nano_training", "deepseekv3_training", "gemma4"]
+
+
+@pytest.mark.slow
+def test_replies_are_targets_as_in_trl(tmp_path: Path) -> None:
+    """From where the tokens of the prompt, with the start of a reply, differ from either text."""
+    import transformers
+    from trl.data_utils import common_prefix_length
+
+    end = "<|endoftext|>"
+    config = {"bos_token": end, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    prompt = [{"role": "system", "content": "S"}, *chat("a", "b", "c")]
+    replies = {key: chat(f"the {key}", start="assistant") for key in ("chosen", "rejected")}
+    for template in TEMPLATES:
+        ours = load_tokenizer(str(tmp_path), template)
+        theirs.chat_template = ours.find_template().text
+        options: Any = {"return_dict": False}
+        before = theirs.apply_chat_template(prompt, add_generation_prompt=True, **options)
+        whole = [
+            theirs.apply_chat_template(prompt + reply, **options) for reply in replies.values()
+        ]
+        start = min(common_prefix_length(before, ids) for ids in whole)
+        renderer = RecordRenderer(ours, RecordFields(pairs=True), completion_only=True)
+        record = Record("a:1", {"prompt": prompt, **replies}, 0)
+        for rendered, expected in zip(renderer.render_lines([record]), whole, strict=True):
+            ((ids, ends),) = ours.encode_with_ends([rendered.text], add_special_tokens=False)
+            assert ids.tolist() == expected, template
+            assert rendered.target_spans is not None
+            assert ids[ends > rendered.target_spans[0].start].tolist() == expected[start:], template
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no-preference": ({"prompt": "Q", "completion": "A"}, "chosen: is missing"),
-    "one-reply": ({"prompt": "Q", "chosen": "A"}, "rejected: is missing"),
-    "another name": (
-        {"prompt": "Q", "accepted": "A", "rejected": "B"},
-        "chosen: is missing, and objective: dpo compares chosen with rejected; the line has",
-    ),
-    "empty": ({"prompt": "Q", "chosen": "", "rejected": "B"}, "chosen: is empty"),
+    "one-reply": ({"prompt": "Q", "chosen": "A"}, "the line has the keys: prompt, chosen"),
+    "empty": ({"prompt": "Q", "chosen": "", "rejected": "B"}, "chosen is empty"),
     "empty-message": (
         {"prompt": chat("Q"), "chosen": "A", "rejected": chat("", start="assistant")},
         "rejected: the reply is empty",
     ),
-    "no-prompt": ({"chosen": "A", "rejected": "B"}, "no prompt"),
+    "no-prompt": ({"chosen": "A", "rejected": "B"}, "the line has the keys: chosen, rejected"),
+    "empty-prompt": ({"prompt": [], "chosen": "A", "rejected": "B"}, "prompt is []"),
+    "dialogs-as-json": (
+        {"chosen": chat("Q", "A"), "rejected": json.dumps(chat("Q", "B"))},
+        "rejected is a text, and the record names no prompt",
+    ),
+    "prompt-as-json": (
+        {"prompt": json.dumps(chat("Q")), "chosen": "A", "rejected": "B"},
+        "prompt: is a list of objects as JSON text",
+    ),
     "equal": ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "chosen and rejected: the replies"),
     "equal-dialogs": (
         {"chosen": chat("Q", "A"), "rejected": chat("Q", "A")},
@@ -165,27 +175,39 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other-question": (
         {"chosen": chat("Q", "A", "P", "A"), "rejected": chat("Q", "A", "O", "B")},
-        "chosen: the dialogs differ first in a message of the user",
+        'chosen: what differs starts with a message of role "user"',
     ),
-    "another-prompt": (
-        {"prompt": "P", "chosen": chat("Q", "A"), "rejected": chat("Q", "B")},
-        "prompt: not read",
+    "a-prompt-and-dialogs": (
+        {"prompt": chat("Q"), "chosen": chat("Q", "A"), "rejected": chat("Q", "B")},
+        'chosen: what differs starts with a message of role "user"',
+    ),
+    "a-prompt-with-the-reply": (
+        {"prompt": chat("Q", "A"), "chosen": "A", "rejected": "B"},
+        "prompt[1]: the prompt ends with a reply",
+    ),
+    "dialogs-after-a-reply": (
+        {"chosen": [*chat("Q", "P"), QA_REPLY], "rejected": [*chat("Q", "P"), QB_REPLY]},
+        "chosen[1]: the prompt ends with a reply",
+    ),
+    "messages-with-the-reply": (
+        {"messages": chat("Q", "A"), "chosen": "A", "rejected": "B"},
+        "the line has the keys: messages, chosen, rejected",
     ),
     "generations": (
         {"prompt": "Q", "chosen": "A", "rejected": "B", "generations": ["A", "B", "C"]},
         "generations: not read",
     ),
-    "no-list": (
-        {"prompt": chat("Q"), "chosen": [1], "rejected": "B"},
-        "chosen: [1] is neither a text nor objects",
-    ),
+    "no-list": ({"prompt": chat("Q"), "chosen": [1], "rejected": "B"}, "chosen[0] is 1"),
     "text-and-messages": (
         {"prompt": "Q", "chosen": "A", "rejected": chat("B", start="assistant")},
-        "rejected: is messages, and prompt is text",
+        "rejected: is messages, and prompt is a text",
     ),
-    "number": ({"prompt": "Q", "chosen": 1, "rejected": "B"}, "chosen: 1 is neither"),
-    "texts": ({"prompt": "Q", "chosen": "A", "rejected": ["B", "C"]}, 'rejected: ["B", "C"] is'),
-    "kto": ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label: "),
+    "number": ({"prompt": "Q", "chosen": 1, "rejected": "B"}, "'chosen' is 1"),
+    "texts": ({"prompt": chat("Q"), "chosen": "A", "rejected": ["B", "C"]}, "rejected[0] is"),
+    "weight": (
+        {"prompt": chat("Q"), "chosen": [QA_REPLY | {"weight": 0}], "rejected": "B"},
+        "chosen[0]: weight is read only in messages",
+    ),
 }
 
 
@@ -198,45 +220,15 @@ def test_what_is_no_pair_is_refused_with_its_line(name: str, tmp_path: Path) -> 
     assert str(error.value).startswith(f"{file}:2: {start}")
 
 
-LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "openai": [
-        {
-            "input": {"messages": chat("Q"), "tools": []},
-            "preferred_output": chat("A", start="assistant"),
-            "non_preferred_output": chat("B", start="assistant"),
-        }
-    ],
-    "responses": [{"question": "Q", "chosen_response": "A", "rejected_response": "B"}],
-    "swift": [{"messages": chat("Q", "A"), "rejected_response": "B"}],
-    "list": [{"data": [{"question": "Q", "chosen": "A", "rejected": "B"}], "version": 1}],
-    "kto": [
-        {"prompt": chat("Q"), "completion": reply, "label": label}
-        for reply, label in (("B", False), ("A", True))
-    ],
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_makes_pairs_of_other_layouts_is_named(name: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", LAYOUTS[name])
-    with pytest.raises(ConfigError, match=f"{file}:1: chosen: is missing") as error:
-        JsonlDataset([file], LLAMA, 256, pairs=True)
-    pairs = write(tmp_path / "b.jsonl", make_lines(error.value, file.read_text()))
-    expected = write(tmp_path / "c.jsonl", [{"question": "Q", "chosen": "A", "rejected": "B"}])
-    found, wanted = (JsonlDataset([each], LLAMA, 256, pairs=True) for each in (pairs, expected))
-    assert found.fingerprint() == wanted.fingerprint()
-
-
 def test_pairs_of_texts_are_counted_as_pairs(tmp_path: Path) -> None:
     record = READ["texts"][0]
     file = write(tmp_path / "a.jsonl", [record, record])
     note = JsonlDataset([file], LLAMA, 256, pairs=True).note or ""
     assert "2 pairs as texts, trained without the chat template" in note
-    assert "rename prompt to question" in note
-    renamed = {"question" if key == "prompt" else key: value for key, value in record.items()}
-    note = JsonlDataset([write(file, [renamed])], LLAMA, 256, pairs=True).note or ""
-    assert note.startswith("1 pair in 1 sequence, ")
-    assert "of 1 record read as chats" in note
+    fields = {"user": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    note = JsonlDataset([file], LLAMA, 256, fields, pairs=True).note or ""
+    assert note.startswith("2 pairs in 1 sequence, ")
+    assert "chat template" not in note
 
 
 JSON = st.sampled_from([None, True, 0, 1.5, "", "x", [], {}, [1], ["x"], [[]], [{}], {"role": 1}])
@@ -271,7 +263,7 @@ def test_a_damaged_pair_is_read_or_refused_by_its_line(
     tokenizer = BYTES
     if has_template:
         tokenizer = LLAMA
-    renderer = RecordRenderer(tokenizer, "text", completion_only=True, pairs=True)
+    renderer = RecordRenderer(tokenizer, RecordFields(pairs=True), completion_only=True)
     problem = "a:1: "
     try:
         list(renderer.render_lines([Record("a:1", record, 0)]))

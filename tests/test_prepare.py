@@ -450,33 +450,11 @@ NOISE = os.urandom(4000)
         ("a.jsonl", JSONL + b'{"text": 4}', "text", ":3: 'text' is 4"),
         (
             "a.jsonl",
-            b'{"messages": []}',
-            "text",
-            ":1: has no 'text', only 'messages'; train on chats with dataset: jsonl",
-        ),
-        (
-            "a.jsonl",
             b'{"prompt": "Q", "response": "A"}',
             "text",
-            ":1: has no 'text', only 'prompt', 'response'; train on prompt with response with"
-            " dataset: jsonl, or ",
+            ":1: has no 'text', only 'prompt', 'response'; set --text-field to one of them",
         ),
-        (
-            "a.jsonl",
-            b'{"data": [{"text": "A"}], "n": 1}',
-            "text",
-            ":1: has no 'text', only 'data', 'n'; write the records of data one a line, jq -c ",
-        ),
-        *(
-            (
-                "a.csv",
-                f"text{sign}label\na, b{sign}1\n".encode(),
-                "text",
-                f":1: has no 'text', only {f'text{sign}label'!r}; {sign!r} seems to separate"
-                f" columns: write commas, in Python: pandas.read_csv(OLD, sep={sign!r}).to_csv(",
-            )
-            for sign in ";\t|"
-        ),
+        ("a.csv", b"text;label\na, b;1\n", "text", ":1: has no 'text', only 'text;label'"),
         ("a.csv", b"moves,n\ne4,1\n", "text", ":1: has no 'text', only 'moves', 'n'"),
         ("a.csv", b'n,text\n1,"to\nbe"\n2\n', "text", ":4: has 1 column, but the header has 2"),
         ("a.csv", b"n,text\n1,to be, or not\n", "text", ":2: has 3 columns, but the header has 2"),

@@ -439,8 +439,11 @@ def test_stream_error_without_a_message_is_named() -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ('{"txt": "a"}', "train_data: text_field: document 0: has no 'text', only 'txt'"),
-        ('{"text": null}', "train_data: text_field: document 0: 'text' is null"),
+        (
+            '{"txt": "a"}',
+            "train_data: document 0: has no text, only txt",
+        ),
+        ('{"text": null}', "train_data: document 0: 'text' is null"),
         ("{", "train_data: .*/a.jsonl:1: not valid JSON"),
     ],
     ids=["missing", "null", "json"],

@@ -19,6 +19,7 @@ def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
     problems = [
         *_find_unread(hp),
         *_find_problems_of_combinations(hp),
+        *_find_problems_of_fields(hp),
         *_find_problems_of_pairs(hp),
         *_find_problems_of_adapters(hp),
         *_find_problems_of_transformers(hp),
@@ -59,6 +60,20 @@ def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, s
             problem = "scales rates together with initial weights, but init_from loads others"
             remedy = "to train from scratch remove init_from, to fine-tune remove"
             yield key, f"{problem}; {remedy} {key}"
+
+
+def _find_problems_of_fields(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield `fields` if it names what is not read, with the reason and the remedy."""
+    fields = hp.data.fields
+    if fields is None:
+        return
+    if hp.data.dataset == "hf" and fields.keys() != {"text"}:
+        yield "fields", "dataset: hf streams texts; name text alone, or use dataset: jsonl"
+    if hp.objective.of_pairs and "chosen" not in fields:
+        problem = "objective: dpo compares two replies"
+        yield "fields", f"{problem}; name chosen and rejected, and the prompt or what the user says"
+    if not hp.objective.of_pairs and "chosen" in fields:
+        yield "fields", "preferences are learned with objective: dpo; set it, or name no chosen"
 
 
 def _find_problems_of_pairs(hp: Hyperparameters) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
+from lm.data.record_fields import check_fields
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Varied
 
@@ -53,8 +54,14 @@ class DataConfig(Config, frozen=True):
         description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name;"
         " null = that of the token files (tokens), else bytes",
     )
-    text_field: OfRecords[Logged[str]] = Field(
-        "text", description="field that holds the text (jsonl, hf)"
+    fields: OfRecords[Fixed[dict[str, str] | None]] = Field(
+        None,
+        description="what the keys of records hold, e.g. {user: question, assistant: answer} or"
+        ' {text: "{title}\\n{body}"}; other keys are left out; null = records have the keys of'
+        " docs/data.md (jsonl, hf)",
+        json_schema_extra={
+            "aliases": ["text_field", "dataset_text_field", "column_mapping", "field_mapping"]
+        },
     )
     loss_on: OfJsonLines[Logged[Literal["all", "completion"]]] = Field(
         "all",
@@ -134,6 +141,18 @@ class DataConfig(Config, frozen=True):
                 rule = "use up to 40 letters, digits, - and _"
                 raise ValueError(f"{name[:60]!r} cannot be part of a metric's name; {rule}")
         return val_data
+
+    @field_validator("fields")
+    @classmethod
+    def _check_fields(cls, fields: dict[str, str] | None) -> dict[str, str] | None:
+        if fields is not None:
+            check_fields(fields)
+        return fields
+
+    @property
+    def text_source(self) -> str:
+        """The key of a text in records that are streamed, or a template of keys."""
+        return (self.fields or {}).get("text", "text")
 
     @property
     def named_val_data(self) -> dict[str | None, str]:

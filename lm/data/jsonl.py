@@ -1,8 +1,8 @@
 """JSON Lines for fine-tuning, packed into sequences or one sample per sequence.
 
-A line, or an element of a file that is one JSON array, is an object with `text`, with `prompt` and
-`completion`, or with a chat or a question and its reply in any of the layouts of `lm.data.layouts`.
-The chat template renders messages and the record's `tools`.
+A line, or an element of a file that is one JSON array, is an object whose keys are those of
+`lm.data.record_fields`, or named by `fields`. The chat template renders messages and the record's
+`tools`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import tempfile
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,9 +25,8 @@ from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import TOKENIZING_PACKAGES, name_files
-from lm.data.layouts.notes import ReadingNotes
 from lm.data.records import RecordOptions, TokenizedPiece, TokenizedSample, tokenize_files
-from lm.data.rendering import describe_template, find_template_text
+from lm.data.rendering import describe_notes, describe_template
 from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
@@ -43,6 +43,7 @@ class JsonlDataset(Dataset):
     truncated, those without targets dropped.
 
     Args:
+        fields: what the keys of records hold; None = they are known by their names.
         held_out: True = only every 20th line, for validation; False = only the others; None = all.
         pairs: a sample is a pair of preferences: two documents, each a prompt with a reply, the
             chosen one first.
@@ -56,13 +57,13 @@ class JsonlDataset(Dataset):
         files: Sequence[Path],
         tokenizer: Tokenizer,
         seq_len: int,
-        text_field: str = "text",
+        fields: Mapping[str, str] | None = None,
         completion_only: bool = False,
         packing: bool = True,
         held_out: bool | None = None,
         pairs: bool = False,
     ) -> None:
-        options = RecordOptions(seq_len, text_field, completion_only or pairs, held_out, pairs)
+        options = RecordOptions(seq_len, fields, completion_only or pairs, held_out, pairs)
         facts = {
             "program": describe_program(__name__, TOKENIZING_PACKAGES),
             "kind": "jsonl",
@@ -159,7 +160,7 @@ def _write(
     size = f"{counts.n_samples} samples in {n_sequences} sequences"
     description = {
         "fingerprint": f"{size}, sha256 {digest.hexdigest()}",
-        "note": _describe(counts, n_sequences, options, tokenizer),
+        "note": _describe(counts, n_sequences, options),
         "has_bytes": counts.has_bytes,
     }
     (directory / _DESCRIPTION).write_text(json.dumps(description))
@@ -178,7 +179,8 @@ class _Counts:
     needed_length: int = 0
     """sequence length with which each dropped record has a target that has any; 0 = none has"""
     has_bytes: bool = True
-    notes: ReadingNotes = field(default_factory=ReadingNotes)
+    notes: Counter[str] = field(default_factory=Counter)
+    """see `RecordRenderer`"""
 
 
 class _Order(NamedTuple):
@@ -210,7 +212,7 @@ class _SampleWriter:
         counts.n_dropped += len(piece.dropped)
         counts.needed_length = max([counts.needed_length, *piece.dropped])
         counts.has_bytes = counts.has_bytes and piece.has_bytes
-        counts.notes.add(piece.notes)
+        counts.notes.update(piece.notes)
         for sample in piece.samples:
             self._add_sample(sample)
 
@@ -273,9 +275,7 @@ class _SampleWriter:
                     digest.update(values)
 
 
-def _describe(
-    counts: _Counts, n_sequences: int, options: RecordOptions, tokenizer: Tokenizer
-) -> str:
+def _describe(counts: _Counts, n_sequences: int, options: RecordOptions) -> str:
     """Return a line on the samples, on what was truncated and dropped, and on what was read."""
     seq_len = options.seq_len
     padding = 1 - counts.n_tokens / (n_sequences * seq_len)
@@ -289,8 +289,7 @@ def _describe(
     if counts.n_dropped > 0:
         note += f"; {counts.n_dropped:,} more dropped"
         note += f", without targets within max_seq_len {seq_len}"
-    has_template = find_template_text(tokenizer) is not None
-    return "; ".join([note, *counts.notes.describe(has_template=has_template)])
+    return "; ".join([note, *describe_notes(counts.notes)])
 
 
 def _why_no_samples(counts: _Counts, options: RecordOptions) -> str:

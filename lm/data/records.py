@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
-from lm.data.layouts.notes import ReadingNotes
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
+from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
@@ -35,7 +36,8 @@ class RecordOptions:
     """What the tokens of records depend on besides the tokenizer."""
 
     seq_len: int
-    text_field: str
+    fields: Mapping[str, str] | None
+    """the hyperparameter of this name"""
     completion_only: bool
     held_out: bool | None
     """True = only every 20th line, for validation; False = only the others; None = all"""
@@ -84,7 +86,8 @@ class TokenizedPiece:
     samples: Sequence[TokenizedSample]
     dropped: Sequence[int]
     """of each record without targets: the sequence length that it needs for one; 0 = none"""
-    notes: ReadingNotes
+    notes: Counter[str]
+    """see `RecordRenderer`"""
     has_bytes: bool
     """whether the ids tell how many bytes of text they are"""
     error: ConfigError | None
@@ -162,9 +165,8 @@ class _PieceTokenizer:
     @functools.cached_property
     def _renderer(self) -> RecordRenderer:
         options = self.options
-        return RecordRenderer(
-            self.tokenizer, options.text_field, options.completion_only, options.pairs
-        )
+        fields = RecordFields(options.fields, options.pairs)
+        return RecordRenderer(self.tokenizer, fields, options.completion_only)
 
     def tokenize(self, piece: _Piece) -> TokenizedPiece:
         error = piece.error
@@ -192,7 +194,8 @@ class _PieceTokenizer:
                     samples.append(TokenizedSample(truncated, full_length, turn))
         except ConfigError as raised:
             error = raised
-        notes = self._renderer.notes.take()
+        notes = self._renderer.notes.copy()
+        self._renderer.notes.clear()
         return TokenizedPiece(
             piece.file, piece.size, samples, dropped, notes, check.is_exact, error
         )

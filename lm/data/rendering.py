@@ -10,22 +10,28 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lm.data.chat_template import REASONING_KEYS, ChatTemplate, Span
-from lm.data.json_lines import Record, load_json
-from lm.data.layouts.notes import ReadingNotes
-from lm.data.layouts.pairs import PairReader
-from lm.data.layouts.reader import LayoutReader
-from lm.data.layouts.text import get_text
+from lm.data.chat_template import REASONING_KEYS, ChatTemplate, RenderedChat, Span
+from lm.data.examples import Chat, Example, ExampleReader, Text
+from lm.data.json_lines import Record
+from lm.data.messages import (
+    Message,
+    MessageReader,
+    Turn,
+    as_objects,
+    as_texts,
+    find_arguments,
+)
 from lm.data.probe import TemplateProbe
+from lm.data.record_fields import RecordFields, check_text
 from lm.data.tokenizer.loading import Tokenizer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, limit_problems
+from lm.units import format_count
 
-_OTHER_ROLES = frozenset({"system", "developer", "user", "tool"})
-"""roles next to the assistant's that chat templates know"""
 _EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 """The opening tag may be in the prompt."""
 
@@ -47,11 +53,15 @@ class RenderedRecord(NamedTuple):
     """of the record, for errors"""
 
 
-class _Chat(NamedTuple):
-    messages: list[dict[str, Any]]
-    tools: Any
+@dataclass(frozen=True)
+class _RenderedChat:
+    messages: Sequence[Message]
+    """as the chat template reads them"""
+    tools: Sequence[Any] | None
     text: str
-    """of all messages, rendered"""
+    """of all messages"""
+    reply_spans: Sequence[Span] | None
+    """that the template marks; None = it marks none"""
 
 
 @dataclass(frozen=True)
@@ -59,16 +69,17 @@ class RecordRenderer:
     """Reads records as text, prompts with completions, or chats.
 
     Args:
+        fields: what the keys of records hold.
         completion_only: only completions and the assistant's messages are targets.
-        pairs: records are preferences, each with a chosen and a rejected reply.
     """
 
     tokenizer: Tokenizer
-    text_field: str
+    fields: RecordFields
     completion_only: bool
-    pairs: bool = False
 
-    notes: ReadingNotes = field(default_factory=ReadingNotes)
+    notes: Counter[str] = field(default_factory=Counter)
+    """how many records were read otherwise than they are in the data, by a phrase that starts with
+    a noun in the singular"""
     _problems: dict[ChatTemplate, str | None] = field(default_factory=dict)
     """of the chat templates that were used"""
 
@@ -84,102 +95,157 @@ class RecordRenderer:
 
     def _render(self, record: Mapping[str, Any]) -> list[RenderedRecord]:
         """Return the text of a record, or the two of one of preferences."""
-        if not self.pairs:
-            converted = self.layouts.read(record)
-            if converted is None:
-                return [self._render_text(record)]
-            self._note_texts(
-                converted, "record with prompt and completion", "completion to response"
-            )
-            return [self._render_converted(converted)]
-        replies = PairReader(self.layouts).read(record)
-        self._note_texts(replies[0], "pair", "prompt to question")
-        chosen, rejected = map(self._render_converted, replies)
-        if chosen.text == rejected.text:
-            problem = "the replies are equal, so that nothing is preferred"
-            raise ConfigError(f"chosen and rejected: {problem}; remove the line")
-        return [chosen, rejected]
-
-    def _note_texts(self, converted: Mapping[str, Any], what: str, renamed: str) -> None:
-        """Count texts that are no chats although the tokenizer has a chat template."""
-        if self.layouts.template is not None and isinstance(converted.get("prompt"), str):
-            problem = f"{what} as texts, trained without the chat template"
-            remedy = f"for chats, rename {renamed}"
-            self.notes.others[f"{problem} that lm.generate --chat uses ({remedy})"] += 1
-
-    def _note_empty_reply(self) -> None:
-        self.notes.others["record with an empty reply, of which only the end is learned"] += 1
-
-    def _render_converted(self, converted: Mapping[str, Any]) -> RenderedRecord:
-        if "messages" in converted:
-            return self._render_chat(converted, ("messages",))
-        if isinstance(converted["prompt"], list):
-            return self._render_chat(converted, ("prompt", "completion"))
-        return self._render_completion(converted)
+        values = self.fields.select(record)
+        if self.fields.pairs:
+            return self._render_pair(self._reader.read_pair(values))
+        example = self._reader.read(values)
+        if isinstance(example, Chat):
+            return [self._render_chat(example)]
+        if example.n_prompt is not None:
+            self._note_texts("record with prompt and completion")
+        return [self._render_text(example)]
 
     @functools.cached_property
-    def layouts(self) -> LayoutReader:
-        return LayoutReader(self.text_field, find_template_text(self.tokenizer), self.notes)
+    def _reader(self) -> ExampleReader:
+        template = find_template_text(self.tokenizer)
+        return ExampleReader(MessageReader(self.fields, template, self.notes))
 
-    def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
-        prompt = get_text(record, "prompt")
-        text = prompt + get_text(record, "completion")
-        if len(text) == len(prompt):
+    def _note_texts(self, what: str) -> None:
+        """Count texts that are no chats although the tokenizer has a chat template."""
+        if find_template_text(self.tokenizer) is not None:
+            problem = f"{what} as texts, trained without the chat template"
+            remedy = "for chats, name what the user says user (fields)"
+            self.notes[f"{problem} that lm.generate --chat uses ({remedy})"] += 1
+
+    def _render_text(self, example: Text) -> RenderedRecord:
+        text = example.text
+        if example.n_prompt is None:
+            if self.completion_only:
+                problem = "loss_on: completion requires prompt and completion, or messages"
+                remedy = "set loss_on: all, or split the text into both"
+                raise ConfigError(f"{problem}, and the line is a text; {remedy}")
+            return RenderedRecord(text, None, is_chat=False)
+        if len(text) == example.n_prompt:
             self._note_empty_reply()
         spans = None
         if self.completion_only:
-            spans = [Span(len(prompt), len(text))]
+            spans = [Span(example.n_prompt, len(text))]
         return RenderedRecord(text, spans, is_chat=False)
 
-    def _render_text(self, record: Mapping[str, Any]) -> RenderedRecord:
-        if self.completion_only:
-            problem = "loss_on: completion requires prompt and completion, or messages"
-            remedy = "set loss_on: all, or split the text into both"
-            raise ConfigError(f"{problem}, and the line has {self.text_field}; {remedy}")
-        return RenderedRecord(get_text(record, self.text_field), None, is_chat=False)
+    def _note_empty_reply(self) -> None:
+        self.notes["record with an empty reply, of which only the end is learned"] += 1
 
-    def _render_chat(self, record: Mapping[str, Any], keys: Sequence[str]) -> RenderedRecord:
-        """Render the messages in `keys` of a record.
+    def _render_chat(self, chat: Chat) -> RenderedRecord:
+        """Render a chat.
 
-        The targets are the replies in `messages` or `completion`; a `completion` of nothing else is
-        one target, as the template marks it or from its first character to its last.
+        The targets are the replies of its completion; a completion of nothing else is one target,
+        as the template marks it or from its first character to its last.
         """
-        tools = _read_tools(record.get("tools"))
-        arguments = _list_arguments(tools)
-        messages: list[dict[str, Any]] = []
-        places: list[str] = []
-        for key in keys:
-            for i, message in enumerate(record[key]):
-                places.append(f"{key}[{i}]")
-                messages.append(self._read_message(message, places[-1], arguments))
-        weights = [message.pop("weight", None) for message in messages]
-        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        n_prompt = len(messages) - len(record[keys[-1]])
+        turns = chat.turns
+        n_prompt = len(chat.prompt)
+        weights = [self._take_weight(turn, is_read=n_prompt == 0) for turn in turns]
+        replies = [i for i, turn in enumerate(turns) if turn.message["role"] == "assistant"]
         learned = [i for i in replies if i >= n_prompt]
         if self.completion_only and not learned:
-            raise ConfigError(f"{keys[-1]}: {_explain_no_reply(messages[n_prompt:])}")
-        if any(_is_empty_reply(messages[i]) for i in learned):
+            raise ConfigError(_explain_no_reply(chat))
+        if any(_is_empty_reply(turns[i].message) for i in learned):
             self._note_empty_reply()
-        rendered = self.tokenizer.render(messages, tools=tools)
-        chat = _Chat(messages, tools, get_text({keys[-1]: rendered.text}, keys[-1]))
-        self._check_written(chat, places)
+        rendered = self._render_messages(chat)
         if not self.completion_only:
-            return RenderedRecord(chat.text, None, is_chat=True)
-        self._check_end_of_turn(tools)
-        is_one_target = "completion" in keys and len(learned) == len(record["completion"])
+            return RenderedRecord(rendered.text, None, is_chat=True)
+        self._check_end_of_turn(chat.tools)
+        is_one_target = n_prompt > 0 and len(learned) == len(chat.completion)
         is_target = [weights[i] != 0 and i >= n_prompt for i in replies]
         if rendered.reply_spans is not None:
             spans = _select_replies(rendered.reply_spans, is_target)
         elif is_one_target:
-            spans = [self._locate_messages(chat, n_prompt, len(messages))]
+            spans = [self._locate_messages(rendered, n_prompt, len(turns))]
         else:
             targets = itertools.compress(replies, is_target)
-            spans = [self._locate_messages(chat, i, i + 1) for i in targets]
-        return RenderedRecord(chat.text, spans, is_chat=True)
+            spans = [self._locate_messages(rendered, i, i + 1) for i in targets]
+        return RenderedRecord(rendered.text, spans, is_chat=True)
 
-    def _check_written(self, chat: _Chat, places: Sequence[str]) -> None:
+    def _render_pair(self, pair: Sequence[Example]) -> list[RenderedRecord]:
+        """Render two replies to one prompt, each with it; the targets are the replies."""
+        chats = [example for example in pair if isinstance(example, Chat)]
+        if chats:
+            both = self._render_replies(chats)
+        else:
+            texts = [example for example in pair if isinstance(example, Text)]
+            both = [self._render_text(example) for example in texts]
+            self._note_texts("pair")
+        if both[0].text == both[1].text:
+            problem = "the replies are equal, so that nothing is preferred"
+            raise ConfigError(f"chosen and rejected: {problem}; remove the line")
+        return both
+
+    def _render_replies(self, chats: Sequence[Chat]) -> list[RenderedRecord]:
+        """Render two chats of one prompt; a reply that follows it is one target, as in TRL.
+
+        It starts where the prompt with the start of a reply ends, or differs from either text, e.g.
+        by the start of a thinking that only one has.
+        """
+        rendered: list[_RenderedChat] = []
+        for chat in chats:
+            if any(turn.message["role"] != "assistant" for turn in chat.completion):
+                return [self._render_chat(each) for each in chats]
+            for turn in chat.turns:
+                self._take_weight(turn, is_read=False)
+            rendered.append(self._render_messages(chat))
+        self._check_end_of_turn(chats[0].tools)
+        starts: list[int] = []
+        for chat, each in zip(chats, rendered, strict=True):
+            prompt = each.messages[: len(chat.prompt)]
+            before = self.tokenizer.render(
+                prompt, tools=each.tools, add_generation_prompt=True
+            ).text
+            start = _common_length(before, each.text)
+            if start < len(before):
+                told = self.tokenizer.render(prompt, tools=each.tools).text
+                if start < _common_length(before, told):
+                    raise self._cannot_locate(each.tools)
+            starts.append(start)
+        start = min(starts)
+        return [
+            RenderedRecord(each.text, [Span(start, len(each.text))], is_chat=True)
+            for each in rendered
+        ]
+
+    def _render_messages(self, chat: Chat) -> _RenderedChat:
+        """Render all messages of a chat, or raise ConfigError if the template leaves out strings.
+
+        Arguments of calls are objects, as transformers documents it; a template that demands text,
+        or would write objects as Python does, gets JSON text.
+        """
+        messages = as_objects(chat.messages)
+        try:
+            rendered = self._render_objects(messages, chat.tools)
+        except ConfigError as error:
+            if not list(find_arguments(messages)):
+                raise
+            messages = as_texts(chat.messages)
+            try:
+                rendered = self.tokenizer.render(messages, tools=chat.tools)
+            except ConfigError:
+                raise error from None
+        last = chat.turns[-1].place.partition("[")[0]
+        text = check_text(rendered.text, last)
+        self._check_written(messages, chat, text)
+        return _RenderedChat(messages, chat.tools, text, rendered.reply_spans)
+
+    def _render_objects(self, messages: Sequence[Message], tools: Any) -> RenderedChat:
+        """Render messages, or raise ConfigError if the template writes objects as Python does."""
+        rendered = self.tokenizer.render(messages, tools=tools)
+        for arguments in find_arguments(messages):
+            if arguments and str(arguments) in rendered.text:
+                name = self.tokenizer.find_template(tools).name
+                raise ConfigError(f"{name} writes arguments as Python does; remove the line")
+        return rendered
+
+    def _check_written(self, messages: Sequence[Message], chat: Chat, text: str) -> None:
         """Raise ConfigError if the chat template leaves out strings of a chat."""
-        unwritten = self._probe.find_unwritten(chat.messages, places, chat.tools, chat.text)
+        places = [turn.place for turn in chat.turns]
+        unwritten = self._probe.find_unwritten(messages, places, chat.tools, text)
         if not unwritten:
             return
         lost = dict.fromkeys(place.key for place in unwritten if not place.is_earlier_thinking)
@@ -191,7 +257,7 @@ class RecordRenderer:
             )
             raise ConfigError(f"{problem}; {remedy}")
         what = "record without the thinking of earlier replies, which the chat template leaves out"
-        self.notes.others[what] += 1
+        self.notes[what] += 1
 
     @functools.cached_property
     def _probe(self) -> TemplateProbe:
@@ -215,7 +281,9 @@ class RecordRenderer:
             rendered = self.tokenizer.render(chat, tools=tools)
             spans = rendered.reply_spans
             if spans is None:
-                spans = [self._locate_messages(_Chat(chat, tools, rendered.text), 1, 2)]
+                spans = [
+                    self._locate_messages(_RenderedChat(chat, tools, rendered.text, None), 1, 2)
+                ]
         except ConfigError:
             return None  # it rejects such a chat, or the replies; those of the data say why
         for match in re.finditer(_REPLY["content"], rendered.text):
@@ -229,7 +297,7 @@ class RecordRenderer:
                 return f"{problem}; {template.advise_training()}"
         return None
 
-    def _locate_messages(self, chat: _Chat, first: int, stop: int) -> Span:
+    def _locate_messages(self, chat: _RenderedChat, first: int, stop: int) -> Span:
         """Return where the messages from `first` to before `stop` are in the text of a chat.
 
         They are between the text of the messages before them, with the start of a reply, and the
@@ -255,61 +323,29 @@ class RecordRenderer:
             problem = "messages[0] is of the assistant, and the chat template starts otherwise"
             remedy = "start with a message of the user, or with weight: 0 in this one"
             raise ConfigError(f"{problem}, e.g. with a default system message; {remedy}")
+        raise self._cannot_locate(chat.tools)
+
+    def _cannot_locate(self, tools: Any) -> ConfigError:
         problem = "the chat template changes earlier messages, so replies cannot be located"
-        advice = self.tokenizer.find_template(chat.tools).advise_training()
-        raise ConfigError(f"{problem}; {advice}; or set loss_on: all")
+        advice = self.tokenizer.find_template(tools).advise_training()
+        return ConfigError(f"{problem}; {advice}; or set loss_on: all")
 
-    def _read_message(
-        self, original: Mapping[str, Any], place: str, arguments: Mapping[str, Set[str]]
-    ) -> dict[str, Any]:
-        """Return a message as the template reads it, or raise ConfigError.
-
-        Args:
-            arguments: see `_list_arguments`.
-        """
-        message = dict(original)
-        calls = message.get("tool_calls")
-        if not isinstance(message.get("content"), str) and not calls:
-            raise ConfigError(f"{place}: content is not text: {json.dumps(message)[:60]}")
-        if isinstance(calls, list):
-            read = [self._read_call(call, f"{place}.tool_calls", arguments) for call in calls]
-            message["tool_calls"] = read
-        if message.get("weight") is not None:
-            self._check_weight(message, place)
-        return message
-
-    def _read_call(self, call: Any, place: str, arguments: Mapping[str, Set[str]]) -> Any:
-        """Return the call of a tool with its arguments as an object.
-
-        In OpenAI's format they are JSON text, which many chat templates would encode a second time.
-        An object that was in a table has the arguments of all functions there, as nulls.
-        """
-        if not isinstance(call, dict):
-            return call
-        read = {key: value for key, value in call.items() if value is not None}
-        if isinstance(call.get("function"), dict):
-            read["function"] = self._read_call(call["function"], place, arguments)
-        if isinstance(call.get("arguments"), str):
-            read["arguments"] = _parse_arguments(call["arguments"], place)
-        elif "arguments" in call:
-            listed = arguments.get(str(call.get("name")), frozenset())
-            read["arguments"] = _drop_nulls(call["arguments"], listed)
-            if read["arguments"] != call["arguments"]:
-                self.notes.others[
-                    "call of a tool without nulls of arguments, which tables add"
-                ] += 1
-        return read
-
-    def _check_weight(self, message: Mapping[str, Any], place: str) -> None:
-        if not place.startswith("messages"):
-            raise ConfigError(f"{place}: weight is not read in prompt and completion; use messages")
+    def _take_weight(self, turn: Turn, *, is_read: bool) -> Any:
+        """Return the weight of a message, which the template does not read, and remove it."""
+        message = turn.message
+        weight = message.pop("weight", None)
+        if weight is None:
+            return None
+        if not is_read:
+            problem = "weight is read only in messages of which each reply is learned"
+            raise ConfigError(f"{turn.place}: {problem}; remove it")
         allowed = (0, 1) if message["role"] == "assistant" else (0,)
-        if message["weight"] not in allowed:
-            shown = json.dumps(message["weight"])[:60]
+        if weight not in allowed:
             rule = "it must be 0 or 1 in messages of the assistant, 0 in others"
-            raise ConfigError(f"{place}: weight is {shown}; {rule}")
+            raise ConfigError(f"{turn.place}: weight is {json.dumps(weight)[:60]}; {rule}")
         if not self.completion_only:
-            raise ConfigError(f"{place}: weight requires loss_on: completion")
+            raise ConfigError(f"{turn.place}: weight requires loss_on: completion")
+        return weight
 
 
 def find_template_text(tokenizer: Tokenizer) -> str | None:
@@ -330,15 +366,34 @@ def describe_template(tokenizer: Tokenizer) -> dict[str, Any]:
     return described
 
 
-def _explain_no_reply(messages: Iterable[Mapping[str, Any]]) -> str:
-    """Return why nothing of messages is learned of which none is the assistant's."""
-    roles = {str(message["role"]) for message in messages}
-    problem = f"none of the assistant, only of {', '.join(sorted(roles))}"
+def describe_notes(notes: Mapping[str, int]) -> list[str]:
+    """Return a line on each way in which records were read otherwise than they are."""
+    lines: list[str] = []
+    for what, n in notes.items():
+        noun, _, rest = what.partition(" ")
+        lines.append(f"{format_count(n, noun)} {rest}")
+    return limit_problems(lines)
+
+
+def _explain_no_reply(chat: Chat) -> str:
+    """Return why nothing of a chat is learned of which no message is the assistant's."""
+    roles = sorted({turn.message["role"] for turn in chat.completion})
+    problem = f"none of the assistant, only of {', '.join(roles)}"
     problem += ", and loss_on: completion learns only from the assistant's"
-    remedy = "remove the line, or set loss_on: all"
-    if not roles <= _OTHER_ROLES:
-        remedy = "rename the roles to system, user and assistant"
-    return f"{problem}; {remedy}"
+    place = chat.completion[-1].place.partition("[")[0]
+    return f"{place}: {problem}; remove the line, or set loss_on: all"
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return how many characters two texts start with in common."""
+    if second.startswith(first):
+        return len(first)
+    length = 0
+    for ours, theirs in zip(first, second, strict=False):
+        if ours != theirs:
+            break
+        length += 1
+    return length
 
 
 def _is_empty_reply(message: Mapping[str, Any]) -> bool:
@@ -346,7 +401,7 @@ def _is_empty_reply(message: Mapping[str, Any]) -> bool:
     return not any(said)
 
 
-def _skip_empty_thinking(chat: _Chat, message: Mapping[str, Any], span: Span) -> Span:
+def _skip_empty_thinking(chat: _RenderedChat, message: Mapping[str, Any], span: Span) -> Span:
     """Return the span of a reply without the empty thinking that the template wrote before it.
 
     A template with `enable_thinking: false` writes the same before a reply that it asks for.
@@ -380,67 +435,3 @@ def _join_touching(spans: Sequence[Span]) -> list[Span]:
         elif span.start < span.stop:
             joined.append(span)
     return joined
-
-
-def _read_tools(tools: Any) -> list[Any] | None:
-    """Return the tools of a record as a list without the nulls that tables add; None = no tools."""
-    if not tools:
-        return None
-    listed = tools if isinstance(tools, list) else [tools]
-    for tool in listed:
-        if not _is_tool(tool):
-            shape = "{function: {name: NAME, parameters: JSON SCHEMA}}"
-            problem = f"tools: {json.dumps(tool)[:60]} is not {shape}"
-            raise ConfigError(f"{problem}; correct or remove the line")
-    return _drop_nulls(listed, {"const", "default"})
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    match function:
-        case {"name": str()}:
-            return isinstance(function.get("parameters") or {}, dict)
-        case _:
-            return False
-
-
-def _list_arguments(tools: Any) -> dict[str, Set[str]]:
-    """Return the arguments, nested ones too, that the schema of each function lists."""
-    listed: dict[str, Set[str]] = {}
-    for tool in tools or ():
-        function = tool.get("function", tool)
-        schema = function.get("parameters") or {}
-        listed[function["name"]] = _find_properties(schema) or schema.keys()
-    return listed
-
-
-def _find_properties(schema: Any) -> set[str]:
-    if isinstance(schema, list):
-        return set().union(*map(_find_properties, schema))
-    if not isinstance(schema, dict):
-        return set()
-    found = _find_properties(list(schema.values()))
-    if isinstance(schema.get("properties"), dict):
-        found |= schema["properties"].keys()
-    return found
-
-
-def _drop_nulls(value: Any, kept: Set[str]) -> Any:
-    """Return a value without the nulls whose key is not in `kept`."""
-    if isinstance(value, list):
-        return [_drop_nulls(each, kept) for each in value]
-    if not isinstance(value, dict):
-        return value
-    items = value.items()
-    return {key: _drop_nulls(each, kept) for key, each in items if each is not None or key in kept}
-
-
-def _parse_arguments(arguments: str, place: str) -> dict[str, Any]:
-    try:
-        decoded = load_json(arguments)
-    except ValueError:
-        decoded = None
-    if not isinstance(decoded, dict):
-        problem = f"arguments are {json.dumps(arguments)[:60]}, not a JSON object"
-        raise ConfigError(f"{place}: {problem}; correct or remove the line")
-    return decoded

@@ -435,7 +435,7 @@ def _open_jsonl(
             raise ConfigError(f"{problem}; write their records to a file, in Python: {code}")
         with error_prefix(key):
             return JsonlDataset(
-                found, tokenizer, seq_len, config.text_field, only, config.packing, held_out, pairs
+                found, tokenizer, seq_len, config.fields, only, config.packing, held_out, pairs
             )
 
     if config.val_data is None:
@@ -473,7 +473,7 @@ def _open_stream(
         key = set_key(name)
         held_out = _open_held_out_documents(config, where, val_data, key)
         check = ByteCheck()
-        tokens = stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens, key, check)
+        tokens = stream.first_tokens(held_out, config.text_source, tokenizer, n_tokens, key, check)
         validation.append(
             ValidationSet(name, WindowDataset(tokens, seq_len, has_bytes=check.is_exact))
         )
@@ -481,7 +481,7 @@ def _open_stream(
     if config.shuffle:
         shuffle_seed = seed
     token_stream = stream.TokenStream(
-        documents, config.text_field, tokenizer, seq_len, shuffle_seed
+        documents, config.text_source, tokenizer, seq_len, shuffle_seed
     )
     train = StreamedSource(
         token_stream,

@@ -28,7 +28,7 @@ from lm.data.blocks import is_compressed
 from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import check_path, find_files, find_saved_dataset
-from lm.data.layouts.text import get_text
+from lm.data.record_fields import check_text, fill
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
@@ -134,7 +134,7 @@ def _files_fingerprint(files: Sequence[Path]) -> str:
 
 def first_tokens(
     documents: Documents,
-    text_field: str,
+    text_source: str,
     tokenizer: Tokenizer,
     count: int,
     key: str,
@@ -143,9 +143,9 @@ def first_tokens(
     """Return the first tokens of validation documents, at most `count`: shape (tokens,).
 
     Each document ends with an end-of-text token; empty ones are left out. `key` names them in
-    errors.
+    errors. `text_source` is a key of their records, or a template of keys.
     """
-    texts = (_document_text(record, text_field, i) for i, record in enumerate(documents))
+    texts = (_document_text(record, text_source, i) for i, record in enumerate(documents))
     tokenized = _tokenize_documents(filter(None, texts), tokenizer, check)
     tokens = itertools.chain.from_iterable(ids.tolist() for ids in tokenized)
     try:
@@ -156,11 +156,11 @@ def first_tokens(
         raise ConfigError(f"{key}: cannot be read: {error_text(error)}") from None
 
 
-def _document_text(record: Mapping[str, Any], text_field: str, number: int) -> str:
+def _document_text(record: Mapping[str, Any], text_source: str, number: int) -> str:
     try:
-        return get_text(record, text_field)
+        return check_text(fill(text_source, record), text_source)
     except ConfigError as error:
-        raise ConfigError(f"text_field: document {number}: {error}") from None
+        raise ConfigError(f"document {number}: {error}") from None
 
 
 def _tokenize_documents(
@@ -224,6 +224,7 @@ class TokenStream:
 
     Args:
         documents: the share, from its start.
+        text_source: a key of their records, or a template of keys.
         seed: of the order of documents; None = the order of the dataset.
         number: of the stream, over all ranks; each has another order.
         block_size: documents that are shuffled together.
@@ -231,7 +232,7 @@ class TokenStream:
     """
 
     documents: Documents
-    text_field: str
+    text_source: str
     tokenizer: Tokenizer
     seq_len: int
     seed: int | None
@@ -312,7 +313,7 @@ class TokenStream:
                 elif count == 1 and documents.state_dict() == first_state:
                     raise ConfigError(_standing_position())
                 number = block.n_read + len(texts)
-                texts.append(_document_text(record, self.text_field, number))
+                texts.append(_document_text(record, self.text_source, number))
                 has_text = has_text or texts[-1] != ""
                 if len(texts) == self.block_size:
                     n_read = block.n_read + len(texts)
