@@ -442,6 +442,7 @@ class Trainer:
         objective = self.objective
         if not isinstance(objective, DPO) or objective.n_missing == 0:
             return
+        objective.require_initial_weights(self.step)
         n_replies = len(objective.reference)
         what = f"log-probabilities of {n_replies:,} replies under the initial weights"
         missing = ""

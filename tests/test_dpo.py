@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lm.checkpoint.tensor_files import write_tensors
 from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
 from lm.data.loader import Loader
@@ -28,7 +29,9 @@ from lm.memory import Ranks
 from lm.metrics.device import GIB
 from lm.objectives.dpo import check_repeatable
 from lm.plan.step import device_bytes, find_peak, measure_step
+from lm.shards import Rows
 from model import Transformer
+from tests.support.checkpoints import forge_manifest
 from tests.support.hf import (
     LLAMA,
     adapters_in_peft,
@@ -556,6 +559,21 @@ def test_a_random_model_has_no_reference(sources: Sources) -> None:
     random_model = Transformer(hp.own_model.model_copy(update={"dropout": 0.1}))
     with pytest.raises(RunError, match="no reference"):
         check_repeatable(random_model, pairs)
+
+
+def test_a_reference_that_is_lost_is_not_computed_again(sources: Sources, tmp_path: Path) -> None:
+    """It would be that of trained weights."""
+    settings = sources.settings()
+    run_fsdp(tmp_path, "stop_at_step=2", config=settings, code=0)
+    checkpoint = checkpoints_by_step(tmp_path)[2]
+    (file,) = checkpoint.glob("reference-*")
+    content = load_file(file)["log_probs"]
+    content[3] = 1.0
+    file.unlink()
+    write_tensors(file, {"log_probs": Rows(content, 0)})
+    forge_manifest(checkpoint)
+    refused = run_fsdp(tmp_path, config=settings, code=2)
+    assert "the checkpoint of step 2 lacks 1 log-probabilities" in refused.stderr
 
 
 # ---- adapters

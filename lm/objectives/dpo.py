@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.data.loader import MicroBatch, PairBatch
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.objectives.config import ObjectiveConfig
 from lm.objectives.objective import Losses, Objective
 from lm.runtime.world import World
@@ -64,6 +64,13 @@ class DPO(Objective):
     def n_missing(self) -> int:
         """Replies whose log ref is unknown."""
         return int((self.reference > 0).sum())
+
+    def require_initial_weights(self, step: int) -> None:
+        """Raise ConfigError if log ref is missing after `step` steps, which changed the weights."""
+        if step > 0:
+            problem = f"the checkpoint of step {step} lacks {self.n_missing:,} log-probabilities"
+            remedy = "use another checkpoint, or resume=fresh"
+            raise ConfigError(f"objective: dpo: {problem} under the initial weights; {remedy}")
 
     def lacks_reference(self, pairs: PairBatch) -> bool:
         """Return whether log ref of a reply is unknown."""
