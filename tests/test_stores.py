@@ -366,6 +366,29 @@ def stop_at_manifest(patch: pytest.MonkeyPatch, store: CheckpointStore, *, after
     patch.setattr(checkpointer_module, "write_manifest", kill_write)
 
 
+def test_store_removes_what_was_written_before_a_kill_of_rank_0(
+    kind_off_cluster: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may have written its files."""
+
+    def kill_second(world: World) -> None:
+        with opened(kind_off_cluster, place, world) as checkpointer:
+            names = [save_toy(checkpointer, world, 1)]
+            with monkeypatch.context() as patch:
+                patch.setattr(Checkpointer, "_write_own_files", write_and_kill)
+                with pytest.raises(Killed):
+                    save_toy(checkpointer, world, 2)
+            names.append(save_toy(checkpointer, world, 3))
+            assert saved_names(checkpointer.store) == names
+            assert checkpointer.store.list_saved()[1] == {}
+
+    def write_and_kill(_self: Checkpointer, path: Path, _slices: Any) -> None:
+        (path / "model-00001-00000.safetensors").touch()
+        raise Killed
+
+    in_world(kill_second)
+
+
 def test_store_forgets_a_first_save_that_failed(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

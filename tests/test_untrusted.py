@@ -342,6 +342,7 @@ def test_leftovers_of_killed_commands_are_removed(
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / WEIGHTS_FILE).touch()
     (checkpoints / "killed" / DRAFT).touch()
+    (checkpoints / "empty").mkdir()
     LocalCheckpoints(checkpoints).prune(1, ())
     assert sorted(path.name for path in checkpoints.iterdir()) == ["damaged"]
 

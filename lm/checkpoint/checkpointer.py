@@ -273,6 +273,8 @@ class Checkpointer:
         try:
             needed = self._needed_bytes(slices)
             with world.all_or_none():
+                if world.rank == 0:
+                    (path / DRAFT).touch()  # before any rank writes, so that a kill leaves it
                 _require_finite(slices)
                 self._require_disk_space(path, needed)
             with world.all_or_none(), _oserror_as_run_error(path, world.rank, needed):
@@ -313,8 +315,6 @@ class Checkpointer:
         """Write the files of this rank; return what the manifest says of each."""
         rank = self.world.rank
         files: dict[str, FileRecord] = {}
-        if rank == 0:
-            (path / DRAFT).touch()
         for part, part_slices in slices.items():
             for number, names in enumerate(tensor_files.group_by_size(part_slices)):
                 file = path / f"{part}-{rank:05}-{number:05}.safetensors"

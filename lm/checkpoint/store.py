@@ -245,9 +245,10 @@ class LocalCheckpoints(CheckpointStore):
             # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
             (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
         # This run, which has the lock, is not saving.
-        for draft in self.path.glob(f"[!.]*/{DRAFT}"):
-            if not draft.parent.is_symlink():
-                draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
+        for path in list(self.path.glob("[!.]*/")):
+            is_draft = (path / DRAFT).exists() or not any(path.iterdir())
+            if is_draft and not path.is_symlink():
+                path.rename(self.path / f"{DELETED}{path.name}")
         for prefix in (DELETED, TRANSFER_PREFIX):  # includes what kills left
             for path in self.path.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
