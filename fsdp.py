@@ -349,6 +349,9 @@ class Trainer:
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
         )
+        note = self.world.on_rank0(run.lost_progress)
+        if note is not None:
+            self.logger.info(note)
         if run.begins_with is not None:
             begin = partial(self.store.begin, run.begins_with, fresh=run.resume_plan.fresh)
             self.world.run_in_thread_on_rank0(begin)

@@ -40,7 +40,14 @@ from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
-from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_date
+from lm.resume import (
+    ResumePlan,
+    describe_lost_progress,
+    extensions,
+    is_complete,
+    plan_resume,
+    start_date,
+)
 from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import RunState
 from lm.runtime.world import MeshShape, World
@@ -131,6 +138,13 @@ class ResolvedRun:
         if self.trains or self.resume_plan.fresh:
             return self.resume_plan.begins_with
         return None
+
+    def lost_progress(self) -> str | None:
+        """Return a line if the run starts at step 0 that has been started before."""
+        if not self.trains:
+            return None
+        metrics = None if self.run_dir is None else self.run_dir.metrics
+        return describe_lost_progress(self.resume_plan, is_restart(os.environ), metrics)
 
     @property
     def sample_rate(self) -> int | None:
@@ -372,6 +386,7 @@ def preflight(
             tasks=fingerprint_tasks(tasks),
             loss_scaled=amp_dtype == torch.float16,
             trial_id=trial.trial.trial_id if trial else None,
+            experiment_id=trial.trial.experiment_id if trial else None,
             base=start.base,
             **data.fingerprints(),
         )

@@ -13,9 +13,10 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -45,7 +46,9 @@ from lm.errors import (
     oserror_as_config_error,
 )
 from lm.fields import keys_that_are
+from lm.fileio import read_records
 from lm.metrics.device import GIB, peak_memory_gib
+from lm.metrics.records import Report
 from lm.runtime.run_state import RunState
 from lm.runtime.world import World
 from lm.training.config import WINDOW, OptimConfig, SkipConfig
@@ -312,6 +315,8 @@ def load_checkpoint(
                 peak = GIB * max(saved.world.all_gather_object(peak_memory_gib(saved.world.device)))
                 memory = f"peak memory {format_bytes(peak)} per rank"
                 log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {memory}")
+                if plan.resume_candidates:
+                    log(describe_fork(saved.manifest, run_info))
                 return TrainingProgress()
         except CheckpointError as error:
             log(f"skipping {error}")
@@ -319,6 +324,41 @@ def load_checkpoint(
     if problems:
         raise CheckpointError(*problems, f"no intact checkpoint is left; {remedy}")
     return TrainingProgress()
+
+
+def describe_fork(saved: Manifest, run_info: RunInfo) -> str:
+    """Return a line that says what a forked trial starts with, and how to resume the original."""
+    alone = "the weights alone, a new optimizer and a new schedule"
+    start = f"trial {run_info.trial_id} starts at step 0 with {alone}"
+    if saved.trial_id is None:
+        return f"{start}: the checkpoint is of no trial"
+    original = f"trial {saved.trial_id}"
+    command = f"det experiment continue {saved.experiment_id or 'EXPERIMENT'}"
+    return (
+        f"{start}: it is a fork of {original}; to resume {original} after step {saved.step}"
+        f" instead: {command}"
+    )
+
+
+@oserror_as_config_error
+def describe_lost_progress(plan: ResumePlan, restarted: bool, metrics: Path | None) -> str | None:
+    """Return a line if a run starts at step 0 that has been started before.
+
+    Args:
+        restarted: see `plan_resume`.
+        metrics: the run's reports; None on a cluster.
+    """
+    if plan.resume_candidates or plan.fresh:
+        return None
+    if metrics is None:
+        if not restarted:
+            return None
+        problem = "the trial was started before, but Determined passes no checkpoint of it"
+        return f"{problem} (none was completed, or all were deleted): starts at step 0"
+    last = max((report.step for report in read_records(metrics, Report)), default=0)
+    if last == 0:
+        return None
+    return f"{metrics}: reports of {last} steps, but no checkpoint of the run: starts at step 0"
 
 
 def _resume_from(

@@ -376,7 +376,8 @@ import signal
 from lm.runtime.watchdog import Watchdog
 
 def kill(self, step):
-    os.kill(os.getpid(), signal.SIGKILL)
+    if step > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 Watchdog.on_step_start = kill
 """
@@ -398,6 +399,12 @@ def test_start_is_remembered_until_the_first_checkpoint(
     assert f"{checkpoint.name}, step 2\n" in restart(tmp_path, "max_steps=3", resume)
     done = run_fsdp(tmp_path, "max_steps=4", code=0)
     assert ", step 3\n" in done.stdout
+
+
+def test_start_at_step_0_of_a_run_with_reports_says_so(tmp_path: Path) -> None:
+    for expected in (False, True):
+        started = run_fsdp(tmp_path, "report_rate=1", script=KILL_IN_STEP, code=-signal.SIGKILL)
+        assert ("reports of 1 steps, but no checkpoint" in started.stdout) == expected
 
 
 def test_start_whose_checkpoint_is_gone_is_refused(two_steps: Path, tmp_path: Path) -> None:

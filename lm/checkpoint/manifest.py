@@ -103,6 +103,7 @@ class RunInfo(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     )
     loss_scaled: bool = Field(description="float16: the tensors include a loss scale")
     trial_id: int | None = Field(description="Determined trial that wrote the checkpoint")
+    experiment_id: int | None = Field(default=None, description="that trial's experiment")
     base: Base | None = Field(
         default=None, description="the weights are LoRA adapters of these; null = of none"
     )

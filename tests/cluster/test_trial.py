@@ -246,6 +246,21 @@ def test_trial_log_has_the_lines_before_a_failure(master: Master, tmp_path: Path
     assert next(iter(master.trials.values())).status == "failed"
 
 
+@pytest.mark.slow
+def test_trial_that_starts_at_step_0_says_why(master: Master, tmp_path: Path) -> None:
+    trial.submit(master, trial.experiment(max_steps=3), tmp_path / "cli")
+    first = trial.run(master, folder=tmp_path)
+    (checkpoint,) = master.checkpoints
+    fork = trial.run(master, 2, folder=tmp_path, latest=checkpoint["uuid"])
+    assert "trial 2 starts at step 0 with the weights alone" in fork.log
+    assert "to resume trial 1 after step 3 instead: det experiment continue 1\n" in fork.log
+    checkpoint["state"] = "STATE_PARTIALLY_DELETED"
+    lost = trial.run(master, folder=tmp_path)
+    assert "Determined passes no checkpoint" in lost.log
+    for started in (first, fork):
+        assert "Determined passes no checkpoint" not in started.log
+
+
 # ---- search
 
 POINT = {"lr": 1.0e-2, "n_layers": 2, "weight_decay": 0.1}

@@ -90,7 +90,7 @@ class TrialRecord:
     external: str = ""
     """ID that an unmanaged trial was created with"""
     runs: int = 0
-    """starts of an unmanaged trial"""
+    """starts"""
 
     @property
     def task(self) -> str:
@@ -139,7 +139,6 @@ class Master:
         self.trials: dict[int, TrialRecord] = {}
         self.logs: list[dict[str, Any]] = []
         """lines that unmanaged trials sent"""
-        self._runs = 0
         self._lock = threading.Lock()
         self._server = self._start()
 
@@ -195,13 +194,13 @@ class Master:
 
     def allocate(self, trial: int, latest: str | None = None) -> Allocation:
         """Return a new start of a trial from its newest checkpoint; a fork starts from `latest`."""
-        self._runs += 1
         record = self.trials.setdefault(
             trial, TrialRecord(trial, len(self.experiments), forked_from=latest)
         )
+        record.runs += 1
         kept = self.kept(trial)
         self.allocation = Allocation(
-            trial, self._runs, kept[-1]["uuid"] if kept else record.forked_from
+            trial, record.runs, kept[-1]["uuid"] if kept else record.forked_from
         )
         return self.allocation
 
@@ -631,10 +630,9 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
         )
     else:
         require(isinstance(steps, int) and steps >= 0, "stepsCompleted is not an integer")
+        this = found.trial, found.run, group, steps
         of_run = [
-            m
-            for m in master.metrics
-            if (m["group"], m["run"], m["step"]) == (group, found.run, steps)
+            m for m in master.metrics if (m["trial"], m["run"], m["group"], m["step"]) == this
         ]
         require(not any(m["metrics"].keys() & values.keys() for m in of_run), "reported twice")
         require(
