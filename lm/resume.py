@@ -25,11 +25,19 @@ from lm.checkpoint.checkpointer import Checkpointer, SavedState, State
 from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
 from lm.checkpoint.contents import verify
 from lm.checkpoint.layout import hyperparameters_of
-from lm.checkpoint.locate import locate_checkpoint
-from lm.checkpoint.location import DirectoryLocation, Location, parse_location
+from lm.checkpoint.locate import locate_checkpoint, store_at
+from lm.checkpoint.location import (
+    ClusterLocation,
+    DirectoryLocation,
+    Location,
+    parse_location,
+)
 from lm.checkpoint.manifest import (
+    PARTS,
+    WEIGHTS,
     CheckpointError,
     Manifest,
+    NoTrainingStateError,
     RunInfo,
     TrainingProgress,
 )
@@ -103,7 +111,8 @@ def plan_resume(
     fresh = resume != "auto" and not (restarted and resume == state.resume)
     begins_with = RunState(resume=resume, init_from=init_from)
     if not fresh:
-        candidates = store.resume_candidates()
+        with _weights_as_remedy(store):
+            candidates = store.find_candidates(PARTS, "resume=fresh starts at step 0")
         if candidates:
             may_be_complete = resume == "auto" and store.shows_completion
             return ResumePlan(tuple(candidates), may_be_complete=may_be_complete)
@@ -123,6 +132,31 @@ def plan_resume(
     return replace(plan, init_candidates=(_locate("init_from", init_checkpoint, store),))
 
 
+@contextmanager
+def _weights_as_remedy(store: CheckpointStore) -> Iterator[None]:
+    """Let the error of a run without a complete checkpoint say what is left, if weights are.
+
+    Raises:
+        ConfigError: weights are left.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        with_weights, _ = store.list_saved(WEIGHTS)
+        if not with_weights:
+            raise
+        newest = store.locate(with_weights[-1].name)
+        raise ConfigError(*error.problems, _start_with_weights(newest)) from None
+
+
+def _start_with_weights(where: Location) -> str:
+    elsewhere = ""
+    if not isinstance(where, ClusterLocation):
+        elsewhere = " with another run_name"
+    remedy = f"init_from={where}{elsewhere} starts at step 0 with them"
+    return f"{where} has all weights, but not what a run resumes from; {remedy}"
+
+
 def _locate_named(resume: str, state: RunState, store: CheckpointStore) -> Location:
     """Return the location of the checkpoint that the hyperparameter `resume` names."""
     try:
@@ -136,7 +170,7 @@ def _locate_named(resume: str, state: RunState, store: CheckpointStore) -> Locat
 def _locate_start(where: str, store: CheckpointStore) -> Location:
     """Return the location of the checkpoint that the run of `store` resumed from at its start."""
     with error_prefix(f"{store}: no checkpoint yet of the run, which resumed from"):
-        return locate_checkpoint(where)
+        return locate_checkpoint(where, PARTS)
 
 
 def _locate(key: str, where: str, store: CheckpointStore) -> Location:
@@ -154,7 +188,10 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
         problem = f"no such directory; use {choices}{nearest_file(named.path)}"
         raise ConfigError(f"{key}: {shown}: {problem}")
     with error_prefix(key):
-        return locate_checkpoint(where)
+        if key == "init_from":
+            return locate_checkpoint(where)
+        with _weights_as_remedy(store_at(where)):
+            return locate_checkpoint(where, PARTS)
 
 
 def start_date(plan: ResumePlan, store: CheckpointStore) -> datetime.date:
@@ -293,18 +330,21 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: every candidate is damaged.
-        ConfigError: the checkpoint belongs to a different run or model.
+        ConfigError: the checkpoint belongs to a different run or model, or only has weights.
     """
     candidates = plan.resume_candidates
+    parts = PARTS
     remedy = "set resume to another one or to fresh"
     if not candidates:
         candidates = plan.init_candidates
+        parts = WEIGHTS
         remedy = "set init_from to another one"
     problems: list[str] = []
+    with_weights: list[Location] = []
     started = time.monotonic()
     for candidate in candidates:
         try:
-            with checkpointer.open(candidate) as saved:
+            with checkpointer.open(candidate, parts) as saved:
                 is_fork = run_info.trial_id is not None and (
                     saved.manifest.trial_id != run_info.trial_id
                 )
@@ -321,6 +361,10 @@ def load_checkpoint(
         except CheckpointError as error:
             log(f"skipping {error}")
             problems += error.problems
+            if isinstance(error, NoTrainingStateError):
+                with_weights.append(candidate)
+    if with_weights:
+        raise ConfigError(*problems, _start_with_weights(with_weights[0]))
     if problems:
         raise CheckpointError(*problems, f"no intact checkpoint is left; {remedy}")
     return TrainingProgress()

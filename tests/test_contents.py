@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from lm.checkpoint.__main__ import main
-from lm.checkpoint.contents import load_weights
+from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.layout import MAX_ENTRY_BYTES, most_bytes
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, record
 from lm.checkpoint.tensor_files import write_tensors
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.fileio import MAX_SLICES
+from lm.hf.base import open_model
+from lm.hf.export import export_model
 from lm.shards import Rows
 from model import ModelConfig, Transformer
 from tests.support.checkpoints import (
@@ -52,7 +54,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> None:
-    model = Transformer(ModelConfig.model_validate(read_manifest(folder).model))
+    manifest = read_manifest(folder)
+    verify(folder, manifest)
+    model = Transformer(ModelConfig.model_validate(manifest.model))
     load_weights(folder, model.state_dict())
 
 
@@ -240,6 +244,51 @@ def test_verify_refuses_what_loading_refuses(
     assert main(["list", str(saved.parent.parent)]) == is_seen_without_values
     if is_seen_without_values:
         assert capsys.readouterr().out == f"saved  not complete: {line}\n"
+
+
+def deleted(folder: Path) -> None:
+    (folder / OPTIM_SHARDS[0]).unlink()
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(folder / OPTIM_SHARDS[0], 1000)
+
+
+def flipped(folder: Path) -> None:
+    file = folder / OPTIM_SHARDS[0]
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("damage", [deleted, truncated, flipped])
+def test_weights_are_enough_for_what_needs_weights(
+    damage: Forge, saved: Path, tmp_path: Path
+) -> None:
+    expected, _ = open_model(saved)
+    damage(saved)
+    for source in (saved, saved.parent.parent):
+        found, _ = open_model(source)
+        assert found.state_dict().keys() == expected.state_dict().keys()
+        for name, tensor in found.state_dict().items():
+            assert tensor.equal(expected.state_dict()[name])
+    export_model(saved, tmp_path / "out")
+
+
+def test_list_and_verify_say_what_weights_without_an_optimizer_are_good_for(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deleted(saved)
+    run = saved.parent.parent
+    for command in (["list", str(run)], ["verify", str(run)], ["verify", str(saved)]):
+        capsys.readouterr()
+        assert main(command) == 1
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("saved  step 0 ")
+        assert "its weights, for all but resume" in line
+        assert line.endswith(f"{saved / OPTIM_SHARDS[0]}: missing")
+    (saved / WEIGHTS_FILE).unlink()
+    assert main(["verify", str(run)]) == 1
+    assert capsys.readouterr().out.startswith("saved  not complete: ")
 
 
 @pytest.mark.parametrize("change", [{"n_layers": 1}, {"d_ff": 64}])

@@ -31,6 +31,7 @@ from lm.errors import ConfigError
 from lm.model_config import FORMER_KEYS
 from lm.resume import ResumePlan, find_complete
 from lm.runtime.world import World
+from model import Transformer
 from tests.support.checkpoints import (
     OPTIM_SHARDS,
     RUN_INFO,
@@ -69,11 +70,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in sorted(names)}
 
 
+def load(folder: Path, model: Transformer) -> None:
+    verify(folder, read_manifest(folder))
+    load_weights(folder, model.state_dict())
+
+
 def refusal(folder: Path) -> str:
     """Why `folder` is not loaded; asserts that nothing was read from it."""
     model = toy_model(-1)
     with pytest.raises(CheckpointError) as refused:
-        load_weights(folder, model.state_dict())
+        load(folder, model)
     assert all(bool((parameter == -1).all()) for parameter in model.parameters())
     return str(refused.value)
 
@@ -172,7 +178,7 @@ def test_load_names_a_missing_file(name: str, victim: Path) -> None:
 def test_verify_names_a_file_that_vanishes(victim: Path) -> None:
     manifest = read_manifest(victim)
     (victim / SHARDS[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{SHARDS[1]}: No such file"):
+    with pytest.raises(CheckpointError, match=f"{SHARDS[1]}: missing"):
         verify(victim, manifest)
 
 

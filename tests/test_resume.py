@@ -428,6 +428,18 @@ def test_initial_weights_are_remembered_until_the_first_checkpoint(
     run_fsdp(tmp_path, "max_steps=3", code=0)  # a checkpoint holds them now
 
 
+def test_weights_without_an_optimizer_start_another_run(two_steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_steps / "runs", tmp_path / "runs")
+    checkpoint = checkpoints_by_step(tmp_path)[2]
+    (state,) = checkpoint.glob("optim-*")
+    state.unlink()
+    for resume in ("auto", checkpoint, tmp_path / "runs" / "test"):
+        refused = run_fsdp(tmp_path, "max_steps=3", f"resume={resume}", code=2)
+        assert f"{state.name}: missing" in refused.stderr
+        assert f"init_from={checkpoint} " in refused.stderr
+    run_fsdp(tmp_path, "max_steps=1", f"init_from={checkpoint}", "run_name=another", code=0)
+
+
 def test_restart_of_a_start_that_failed_early_is_that_start(
     two_steps: Path, tmp_path: Path
 ) -> None:

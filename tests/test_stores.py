@@ -24,11 +24,13 @@ from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
+    RunInfo,
     read_manifest,
     write_manifest,
 )
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
+from lm.checkpoint.tensor_files import State
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
 from lm.resume import ResumePlan, load_checkpoint, plan_resume, start_date
@@ -214,7 +216,7 @@ def test_store_order_survives_a_clock_that_was_ahead(kind_off_cluster: str, plac
         def later(content: bytes) -> bytes:
             scratch.mkdir()
             (scratch / MANIFEST).write_bytes(content)
-            manifest = read_manifest(scratch, check_files=False)
+            manifest = read_manifest(scratch)
             write_manifest(scratch, manifest.model_copy(update={"time": manifest.time + 3600}))
             return (scratch / MANIFEST).read_bytes()
 
@@ -231,7 +233,7 @@ def test_store_order_survives_a_clock_that_was_ahead(kind_off_cluster: str, plac
     in_world(save_after_another_machine)
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "no manifest"])
+@pytest.mark.parametrize("damage", ["flipped bit", "no manifest", "no optimizer state"])
 def test_store_resumes_the_one_before_a_damaged_one(
     damage: str, kind_off_cluster: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +244,8 @@ def test_store_resumes_the_one_before_a_damaged_one(
             first, second = (save_toy(checkpointer, world, step) for step in (10, 20))
             if damage == "flipped bit":
                 change(store, second, WEIGHTS, flipped)
+            elif damage == "no optimizer state":
+                remove(store, second, OPTIM_SHARDS[0])
             else:
                 remove(store, second, MANIFEST)
             model = toy_model(-1)
@@ -262,6 +266,40 @@ def test_store_resumes_the_one_before_a_damaged_one(
         assert f"resumed from checkpoint {first}, step 10" in log
 
     in_world(resume_earlier)
+
+
+def test_store_with_weights_only_is_a_start_and_no_resume(kind: str, place: Path) -> None:
+    def lose_the_optimizer(world: World) -> None:
+        with opened(kind, place, world) as checkpointer:
+            store = checkpointer.store
+            name = save_toy(checkpointer, world, 5)
+            if isinstance(store, ClusterCheckpoints):
+                (place / "checkpoints" / name / OPTIM_SHARDS[0]).unlink()
+            else:
+                remove(store, name, OPTIM_SHARDS[0])
+                with pytest.raises(ConfigError, match=f"init_from={store.locate(name)} ") as lost:
+                    plan_resume("auto", None, store, restarted=False)
+                assert f"{OPTIM_SHARDS[0]}: missing" in str(lost.value)
+            location = store.locate(name)
+            model = toy_model(-1)
+            state = {"model": model.state_dict(), "optim": {}}
+            with pytest.raises(ConfigError, match=f"init_from={location} ") as lost:
+                load(checkpointer, ResumePlan((location,)), state, RUN_INFO)
+            assert f"{OPTIM_SHARDS[0]}: missing" in str(lost.value)
+            assert is_filled_with(model, -1)
+            fork = RUN_INFO.model_copy(update={"trial_id": 2})
+            in_place = kind != "bucket"  # the one that is downloaded without them
+            for plan in (ResumePlan((location,)), ResumePlan(init_candidates=(location,))):
+                if in_place or plan.init_candidates:
+                    model = toy_model(-1)
+                    load(checkpointer, plan, state | {"model": model.state_dict()}, fork)
+                    assert is_filled_with(model, 5)
+
+    def load(checkpointer: Checkpointer, plan: ResumePlan, state: State, run_info: RunInfo) -> None:
+        full = {"scaler": {}, "spikes": {}} | state
+        load_checkpoint(plan, checkpointer, full, run_info, lambda _: None)
+
+    in_world(lose_the_optimizer)
 
 
 def test_store_that_lost_all_checkpoints_is_an_error(kind_off_cluster: str, place: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 from lm import generate, strict_yaml
 from lm.checkpoint.__main__ import list_run
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import DRAFT, MANIFEST, read_manifest, record
+from lm.checkpoint.manifest import DRAFT, MANIFEST, record
 from lm.checkpoint.store import LocalCheckpoints
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
@@ -232,7 +232,7 @@ def test_checkpoint_files_must_be_regular(
 ) -> None:
     (saved / name).rename(tmp_path / "elsewhere")
     irregular(saved / name, kind, tmp_path / "elsewhere")
-    for use in (load, read_manifest, lambda folder: export_model(folder, tmp_path / "out")):
+    for use in (load, lambda folder: export_model(folder, tmp_path / "out")):
         with pytest.raises(
             RunError, match=f"^{saved / name}: is .*a checkpoint is a directory of regular files"
         ):

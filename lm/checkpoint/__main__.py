@@ -14,12 +14,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 from lm.checkpoint.layout import find_tensors, require_sizes_of_model
 from lm.checkpoint.locate import locate_checkpoint, store_at
 from lm.checkpoint.location import DirectoryLocation, Location, PlainLocation
-from lm.checkpoint.manifest import CheckpointError, Manifest, NoManifestError, read_manifest
+from lm.checkpoint.manifest import (
+    PARTS,
+    WEIGHTS,
+    CheckpointError,
+    Manifest,
+    NoManifestError,
+    NoTrainingStateError,
+    read_manifest,
+)
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.checkpoint.store import CheckpointStore
 from lm.data.hub import find_directory
@@ -50,23 +59,17 @@ def list_run(run: str) -> tuple[list[str], bool]:
     return lines, all_complete
 
 
-def _describe_all(
-    store: CheckpointStore, check: Callable[[Location], tuple[Manifest, str]]
-) -> tuple[list[str], bool]:
-    """Return a line for each checkpoint of a run.
+def _describe_all(store: CheckpointStore, check: Check) -> tuple[list[str], bool]:
+    """Return a line for each checkpoint of a run, and whether all are complete.
 
-    Args:
-        check: `check_listed` or `verify_at`.
-
-    Returns:
-        The lines, and whether all are complete, as far as the run is not saving.
+    What the run is saving now does not count.
     """
     saved, errors = store.list_saved()
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
         location = store.locate(entry.name)
         try:
-            lines[entry] = describe(entry.name, *check(location))
+            lines[entry] = describe(entry.name, *check(location, PARTS))
         except CheckpointError as error:
             errors[location] = error
     saving: list[Location] = []
@@ -80,34 +83,48 @@ def _describe_all(
         found.append(f"{where.name}  is being saved, or was when a kill ended the run before")
         del errors[where]
     for where, error in errors.items():
-        found.append(f"{where.name}  not complete: {error}")
+        found.append(_describe_incomplete(where, error, check))
     return found, not errors
 
 
-def check_listed(location: Location) -> tuple[Manifest, str]:
-    """Return the manifest of the checkpoint at `location`, and how far it was checked.
+def _describe_incomplete(where: Location, error: CheckpointError, check: Check) -> str:
+    """Return a line about a checkpoint from which no run can resume."""
+    if isinstance(error, NoTrainingStateError):
+        with suppress(CheckpointError):
+            manifest, checked = check(where, WEIGHTS)
+            use = f"its weights, for all but resume: {checked}"
+            return f"{describe(where.name, manifest, use)}; {error}"
+    return f"{where.name}  not complete: {error}"
+
+
+Check = Callable[[Location, Collection[str]], tuple[Manifest, str]]
+"""Returns the manifest of a checkpoint, and how far the given parts of it were checked."""
+
+
+def check_listed(location: Location, parts: Collection[str]) -> tuple[Manifest, str]:
+    """Return the manifest of the checkpoint at `location`, and how far `parts` were checked.
 
     No tensors are read, and in object storage no headers.
     """
     assert isinstance(location, PlainLocation)
-    manifest = location.read_manifest()
+    manifest = location.read_manifest(parts)
     require_sizes_of_model(str(location), manifest)
     if isinstance(location, DirectoryLocation):
-        find_tensors(location.path, manifest)
+        find_tensors(location.path, manifest, parts)
     return manifest, "all files present"
 
 
-def verify_at(location: Location) -> tuple[Manifest, str]:
-    """Return what `check_listed` does of a checkpoint that is read."""
+def verify_at(location: Location, parts: Collection[str]) -> tuple[Manifest, str]:
+    """Return what `check_listed` does of a checkpoint whose `parts` are read."""
     from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
 
     assert isinstance(location, PlainLocation)
-    with location.fetch() as path:
+    with location.fetch(parts) as path:
         manifest = read_manifest(path)
         try:
-            verify(path, manifest)
+            verify(path, manifest, parts=parts)
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(path), str(location))) from None
+            raise type(error)(str(error).replace(str(path), str(location))) from None
     return manifest, "complete"
 
 
@@ -118,7 +135,10 @@ def verify_path(path: str) -> tuple[list[str], bool]:
     if lines:
         return lines, all_complete
     location = locate_checkpoint(path)
-    return [describe(location.name, *verify_at(location))], True
+    try:
+        return [describe(location.name, *verify_at(location, PARTS))], True
+    except NoTrainingStateError as error:
+        return [_describe_incomplete(location, error, verify_at)], False
 
 
 @command

@@ -35,6 +35,8 @@ from lm.checkpoint.manifest import (
     DRAFT,
     FORMAT,
     MANIFEST,
+    PARTS,
+    WEIGHTS,
     CheckpointError,
     FileRecord,
     Manifest,
@@ -69,7 +71,7 @@ class SavedState:
     n_shares: int
 
     def read_into(self, state: State) -> None:
-        """Verify the checkpoint and fill this rank's slices of `state`, on all ranks together.
+        """Verify what `state` needs and fill this rank's slices of it, on all ranks together.
 
         Raises:
             CheckpointError: the checkpoint is damaged; no state changed, unless a file was changed
@@ -78,9 +80,9 @@ class SavedState:
                 changed.
         """
         with self.world.all_or_none():
-            verify_files(self.path, self.manifest, self.share, self.n_shares)
+            verify_files(self.path, self.manifest, self.share, self.n_shares, state)
         with self.world.all_or_none():
-            found = find_tensors(self.path, self.manifest)
+            found = find_tensors(self.path, self.manifest, state)
             require_tensors_of(state, self.path, found)
         with self.world.all_or_none():
             read_tensors(found, state)
@@ -259,7 +261,7 @@ class Checkpointer:
     def _next_time(self) -> float:
         """Return a time later than that of every checkpoint: clocks differ, and are set back."""
         if self._newest_time is None:
-            saved, _ = self.store.list_saved()
+            saved, _ = self.store.list_saved(WEIGHTS)
             self._newest_time = max((entry.time for entry in saved), default=0.0)
         self._newest_time = max(time.time(), self._newest_time + 1e-3)
         return self._newest_time
@@ -339,14 +341,17 @@ class Checkpointer:
     # In
 
     @contextmanager
-    def open(self, location: Location) -> Iterator[SavedState]:
+    def open(self, location: Location, parts: Collection[str] = PARTS) -> Iterator[SavedState]:
         """Yield the checkpoint at `location` on all ranks together, to compare and then read it.
+
+        Args:
+            parts: those that can be read into.
 
         Raises:
             CheckpointError: the checkpoint is damaged, as was found now or in the block.
         """
         is_downloaded = isinstance(location, UrlLocation)
-        with self.store.open(location, self.world) as path:
+        with self.store.open(location, self.world, parts) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
             if any(seen) and not all(seen):
                 sees, misses = seen.index(True), seen.index(False)
@@ -362,7 +367,7 @@ class Checkpointer:
                     raise
                 copy = rf"\S*/{re.escape(path.name)}"  # on any machine
                 problems = [re.sub(copy, str(location), problem) for problem in error.problems]
-                raise CheckpointError(*problems) from None
+                raise type(error)(*problems) from None
 
     def _saved_state(self, path: Path, manifest: Manifest, *, is_downloaded: bool) -> SavedState:
         """Return an open checkpoint; the ranks that see the same files verify a share of them."""

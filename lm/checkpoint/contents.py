@@ -6,7 +6,7 @@ that nothing is loaded that it has not accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +20,14 @@ from lm.checkpoint.layout import (
     find_tensors,
     require_sizes_of_model,
 )
-from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from lm.checkpoint.manifest import (
+    PARTS,
+    WEIGHTS,
+    CheckpointError,
+    Manifest,
+    check_files,
+    read_manifest,
+)
 from lm.checkpoint.tensor_files import Source, State, read_into, verify_file
 from lm.errors import ConfigError, limit_problems
 
@@ -34,26 +41,35 @@ def describe_state(state: State) -> dict[str, str]:
     return described
 
 
-def verify(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: int = 1) -> FoundTensors:
-    """Check that the checkpoint in `directory` is intact, and return where its tensors are.
+def verify(
+    directory: Path,
+    manifest: Manifest,
+    rank: int = 0,
+    n_ranks: int = 1,
+    parts: Collection[str] = PARTS,
+) -> FoundTensors:
+    """Check that `parts` of the checkpoint in `directory` are intact; return where they are.
 
     Each of `n_ranks` reads its share of the files.
 
     Raises:
         CheckpointError: see `verify_files` and `find_tensors`.
     """
-    verify_files(directory, manifest, rank, n_ranks)
-    return find_tensors(directory, manifest)
+    verify_files(directory, manifest, rank, n_ranks, parts)
+    return find_tensors(directory, manifest, parts)
 
 
-def verify_files(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: int = 1) -> None:
+def verify_files(
+    directory: Path, manifest: Manifest, rank: int, n_ranks: int, parts: Collection[str]
+) -> None:
     """Compare the sizes of files with the model, and checksums: on each of `n_ranks` of its share.
 
     Raises:
-        CheckpointError: a file is damaged, cannot be read, or holds inf or NaN; names the file.
+        CheckpointError: a file is missing, damaged, cannot be read, or holds inf or NaN; names it.
     """
     require_sizes_of_model(directory, manifest)
-    for name, entry in sorted(manifest.files.items())[rank::n_ranks]:
+    check_files(directory, manifest, parts)
+    for name, entry in sorted(manifest.files_of(parts).items())[rank::n_ranks]:
         path = directory / name
         verify_file(path, _slices_in(path), entry.crc32c)
 
@@ -104,7 +120,7 @@ def load_weights(directory: Path, weights: Mapping[str, Tensor]) -> None:
         CheckpointError: it is damaged.
         ConfigError: the tensors differ from the model's.
     """
-    found = verify(directory, read_manifest(directory))
+    found = verify(directory, read_manifest(directory), parts=WEIGHTS)
     saved: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         saved[name] = torch.empty_like(tensor, dtype=torch.float32, device="meta")

@@ -5,7 +5,7 @@ No values are read, and PyTorch is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from lm.checkpoint.headers import TensorSlice, full_shape, read_headers
 from lm.checkpoint.manifest import (
     MANIFEST,
+    PARTS,
     CheckpointError,
     FileRecord,
     Manifest,
@@ -27,9 +28,6 @@ T = TypeVar("T", bound=BaseModel)
 
 FoundTensors = dict[str, dict[str, list[TensorSlice]]]
 """The slices that cover each tensor exactly once, by object and tensor name."""
-
-PARTS = ("model", "optim", "scaler", "spikes", "reference")
-"""objects of a checkpoint, as its files name them"""
 
 MAX_ENTRY_BYTES = 512
 """Of a slice in a header, with its share of what a file has besides slices. Ours have up to 300."""
@@ -128,8 +126,10 @@ def _files_of(part: str, manifest: Manifest) -> dict[str, FileRecord]:
     return {name: entry for name, entry in manifest.files.items() if name.startswith(f"{part}-")}
 
 
-def find_tensors(directory: Path, manifest: Manifest) -> FoundTensors:
-    """Return where each tensor is that the checkpoint holds; no values are read.
+def find_tensors(
+    directory: Path, manifest: Manifest, parts: Collection[str] = PARTS
+) -> FoundTensors:
+    """Return where each tensor of `parts` of the checkpoint is; no values are read.
 
     Raises:
         CheckpointError: a header is damaged; a tensor is not covered exactly once by its slices, or
@@ -138,7 +138,7 @@ def find_tensors(directory: Path, manifest: Manifest) -> FoundTensors:
     found: FoundTensors = {}
     described: dict[str, str] = {}
     problems: list[str] = []
-    for part in PARTS:
+    for part in parts:
         found[part] = read_headers(directory / name for name in sorted(_files_of(part, manifest)))
         for name, slices in found[part].items():
             shape = full_shape(slices)
@@ -147,7 +147,12 @@ def find_tensors(directory: Path, manifest: Manifest) -> FoundTensors:
             else:
                 described[f"{part}.{name}"] = describe(shape, str(slices[0].dtype))
     if manifest.tensors is not None and not problems:
-        problems = find_differences(described, manifest.tensors, "the manifest")
+        expected = {
+            name: tensor
+            for name, tensor in manifest.tensors.items()
+            if name.partition(".")[0] in parts
+        }
+        problems = find_differences(described, expected, "the manifest")
     if problems:
         first = min(problems)
         more = ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from lm.checkpoint.location import DirectoryLocation, PlainLocation, parse_location
-from lm.checkpoint.manifest import MANIFEST, TENSOR_FILE
+from lm.checkpoint.manifest import MANIFEST, TENSOR_FILE, WEIGHTS
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.data.tokenizer.files import MODEL_CONFIG, TOKENIZER_JSON
@@ -15,16 +16,19 @@ from lm.launch.cleanup import open_until_exit
 
 @oserror_as_config_error
 def find_checkpoint(where: Path | str) -> Path:
-    """Return the directory of the checkpoint at `where`.
+    """Return the directory of the checkpoint at `where`, of which the weights are used.
 
     One at a URL is downloaded; the copy is deleted when the process ends.
     """
-    return open_until_exit(locate_checkpoint(where).fetch())
+    return open_until_exit(locate_checkpoint(where).fetch(WEIGHTS))
 
 
 @oserror_as_config_error
-def locate_checkpoint(where: Path | str) -> PlainLocation:
+def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> PlainLocation:
     """Return the location of the checkpoint at `where`, or of the newest of the run there.
+
+    Args:
+        parts: what of the run's checkpoints has to be complete.
 
     Raises:
         ConfigError: `where` is neither, or the run has not saved a checkpoint.
@@ -36,7 +40,7 @@ def locate_checkpoint(where: Path | str) -> PlainLocation:
         if named.path.suffix == ".gguf":
             problem = "is a GGUF file, which is not read; use the Hugging Face model that it copies"
         raise ConfigError(f"{where}: {problem}")
-    candidates = store_at(where).resume_candidates()
+    candidates = store_at(where).find_candidates(parts, "name another run or checkpoint")
     if candidates:
         newest = candidates[0]
         assert isinstance(newest, PlainLocation)

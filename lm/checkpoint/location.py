@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,12 @@ from lm.checkpoint.bucket import Bucket, is_url
 from lm.checkpoint.layout import require_sizes_of_model
 from lm.checkpoint.manifest import (
     MANIFEST,
+    PARTS,
+    WEIGHTS,
     CheckpointError,
     Manifest,
     NoManifestError,
+    check_files,
     check_sizes,
     parse_manifest,
     read_manifest,
@@ -58,13 +61,17 @@ class DirectoryLocation(Location):
     def list_files(self) -> list[str]:
         return [path.name for path in self.path.iterdir()]
 
-    def read_manifest(self) -> Manifest:
-        return read_manifest(self.path, check_files=False)
+    def read_manifest(self, parts: Collection[str] = WEIGHTS) -> Manifest:
+        manifest = read_manifest(self.path)
+        check_files(self.path, manifest, parts)
+        return manifest
 
-    def fetch(self) -> AbstractContextManager[Path]:
+    def fetch(self, _parts: Collection[str] = PARTS) -> AbstractContextManager[Path]:
         return nullcontext(self.path)
 
-    def open(self, _world: World, _transfers: Path | None) -> AbstractContextManager[Path]:
+    def open(
+        self, _world: World, _transfers: Path | None, _parts: Collection[str]
+    ) -> AbstractContextManager[Path]:
         return nullcontext(self.path)
 
 
@@ -75,15 +82,18 @@ class UrlLocation(Location):
         """Return the names of the files."""
         return list(Bucket(self.where).sizes())
 
-    def read_manifest(self) -> Manifest:
-        """Return the manifest; not all files are checked."""
+    def read_manifest(self, parts: Collection[str] = WEIGHTS) -> Manifest:
+        """Return the manifest, if the files of `parts` have the sizes that it says."""
         bucket = Bucket(self.where)
-        return self.parse_checked(bucket.sizes(), lambda: bucket.read(MANIFEST))
+        return self.parse_checked(bucket.sizes(), lambda: bucket.read(MANIFEST), parts)
 
-    def parse_checked(self, sizes: Mapping[str, int], read: Callable[[], bytes]) -> Manifest:
-        """Return the manifest, if the files have these `sizes`, by name.
+    def parse_checked(
+        self, sizes: Mapping[str, int], read: Callable[[], bytes], parts: Collection[str]
+    ) -> Manifest:
+        """Return the manifest, if the files of `parts` have the sizes that it says.
 
         Args:
+            sizes: of the files, by name.
             read: returns the content of the manifest.
         """
         size = sizes.get(MANIFEST, 0)
@@ -97,25 +107,26 @@ class UrlLocation(Location):
         except FileNotFoundError:
             raise CheckpointError(f"{self}: deleted while it was read") from None
         manifest = parse_manifest(f"{self}/{MANIFEST}", content)
-        check_sizes(self.where, manifest, sizes.__getitem__)
+        check_sizes(self.where, manifest, sizes.__getitem__, parts)
         return manifest
 
     @contextmanager
-    def fetch(self) -> Iterator[Path]:
-        """Yield a directory with the checkpoint: a copy, which is deleted at the end."""
+    def fetch(self, parts: Collection[str] = PARTS) -> Iterator[Path]:
+        """Yield a directory with `parts` of the checkpoint: a copy, which is deleted at the end."""
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
-            yield self.download(Path(directory) / self.name)
+            yield self.download(Path(directory) / self.name, parts)
 
-    def download(self, directory: Path) -> Path:
-        """Download the checkpoint to the new directory `directory` and return it.
+    def download(self, directory: Path, parts: Collection[str]) -> Path:
+        """Download `parts` of the checkpoint to the new directory `directory` and return it.
 
         Raises:
             CheckpointError: a file is missing, deleted meanwhile, or of another size than recorded
                 or than its model can need; `verify` checks the rest.
         """
-        manifest = self.read_manifest()
+        manifest = self.read_manifest(parts)
         require_sizes_of_model(self.where, manifest)
-        needed = sum(entry.bytes for entry in manifest.files.values())
+        files = manifest.files_of(parts)
+        needed = sum(entry.bytes for entry in files.values())
         free = shutil.disk_usage(directory.parent).free
         if free < needed:
             remedy = "free disk space, or set TMPDIR to a larger disk"
@@ -123,21 +134,21 @@ class UrlLocation(Location):
             raise RunError(f"{directory}: {problem}; {remedy}")
         directory.mkdir()
         try:
-            Bucket(self.where).download([*manifest.files, MANIFEST], directory)
+            Bucket(self.where).download([*files, MANIFEST], directory)
         except FileNotFoundError:
             raise CheckpointError(f"{self}: deleted while it was read") from None
         return directory
 
     @contextmanager
-    def open(self, world: World, transfers: Path | None) -> Iterator[Path]:
-        """Yield a directory with the checkpoint, on all ranks together.
+    def open(self, world: World, transfers: Path | None, parts: Collection[str]) -> Iterator[Path]:
+        """Yield a directory with `parts` of the checkpoint, on all ranks together.
 
         Args:
             transfers: where downloads have directories; None = the system's temporary directory.
         """
         with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=transfers) as directory:
             path = Path(directory) / self.name
-            world.run_in_thread_on_each_node(self.download, path)
+            world.run_in_thread_on_each_node(self.download, path, parts)
             launch = world.launch
             paths = dict(world.all_gather_object(((launch.node_rank, launch.local_rank), path)))
             yield paths[launch.node_rank, 0]

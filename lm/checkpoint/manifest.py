@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,7 +52,11 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 DRAFT = f"{MANIFEST}.draft"
 """File in a directory that is not a complete checkpoint yet; `replace_durably` renames it."""
-TENSOR_FILE = re.compile(r"(model|optim|scaler|spikes|reference)-\d{5}-\d{5}\.safetensors")
+PARTS = ("model", "optim", "scaler", "spikes", "reference")
+"""Objects of a checkpoint, as its files name them: what a run resumes from."""
+WEIGHTS = ("model",)
+"""Those that other uses of a checkpoint need."""
+TENSOR_FILE = re.compile(rf"({'|'.join(PARTS)})-\d{{5}}-\d{{5}}\.safetensors")
 
 _IGNORED = FORMER_KEYS.keys() | {"n_used_weights"}
 """Keys of a model that earlier versions wrote."""
@@ -66,6 +70,10 @@ class CheckpointError(RunError):
 
 class NoManifestError(CheckpointError):
     """A directory has no manifest: it is being saved, or a kill ended that."""
+
+
+class NoTrainingStateError(CheckpointError):
+    """A checkpoint lacks files that a run resumes from; those of its weights are there."""
 
 
 class FileRecord(BaseModel, frozen=True, extra="forbid"):
@@ -149,6 +157,11 @@ class Manifest(RunInfo, TrainingProgress, frozen=True):
         description="shape and dtype of each tensor, by object and name; null = in older ones",
     )
 
+    def files_of(self, parts: Collection[str]) -> dict[str, FileRecord]:
+        """Return the files with the tensors of `parts`, and those of the tokenizer."""
+        others = tuple(f"{part}-" for part in PARTS if part not in parts)
+        return {name: entry for name, entry in self.files.items() if not name.startswith(others)}
+
 
 def record(path: Path) -> FileRecord:
     """Return the size and checksum of the file at `path`."""
@@ -169,55 +182,73 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         sync_directory(path)
 
 
-def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
-    """Return the manifest of the checkpoint in `directory`.
-
-    Args:
-        check_files: that they have the recorded sizes.
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of the checkpoint in `directory`; its files are not looked at.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged; a file is a symbolic link, is missing
-            or has another size.
+        CheckpointError: the manifest is missing, damaged or a symbolic link.
         ConfigError: the manifest is of another format.
     """
     path = directory / MANIFEST
     try:
         _size(directory, stat.S_ISDIR)
         _size(path, stat.S_ISREG)
-        manifest = parse_manifest(path, read_bytes(path, MAX_JSON_BYTES))
-        if check_files:
-            check_sizes(directory, manifest, lambda name: _size(directory / name, stat.S_ISREG))
+        return parse_manifest(path, read_bytes(path, MAX_JSON_BYTES))
     except OSError as error:
         kind = NoManifestError if isinstance(error, FileNotFoundError) else CheckpointError
         raise kind(
             f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}"
         ) from None
-    return manifest
 
 
-def check_sizes(where: Path | str, manifest: Manifest, size_of: Callable[[str], int]) -> None:
-    """Compare the files of the checkpoint at `where` with its manifest.
+def check_files(directory: Path, manifest: Manifest, parts: Collection[str] = PARTS) -> None:
+    """Compare the sizes of the files of `parts` in `directory` with the manifest.
+
+    Raises:
+        CheckpointError: see `check_sizes`; or a file is a symbolic link.
+    """
+    try:
+        check_sizes(directory, manifest, lambda name: _size(directory / name, stat.S_ISREG), parts)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
+
+
+def check_sizes(
+    where: Path | str,
+    manifest: Manifest,
+    size_of: Callable[[str], int],
+    parts: Collection[str] = PARTS,
+) -> None:
+    """Compare the files of `parts` of the checkpoint at `where` with its manifest.
 
     Args:
         size_of: returns a file's size by name; raises FileNotFoundError or KeyError.
 
     Raises:
-        CheckpointError: a file is missing or has another size, or its name is not one of a
-            checkpoint's.
+        NoTrainingStateError: files are missing, but none of the weights.
+        CheckpointError: another file is missing, or one has another size.
     """
-    for name, entry in manifest.files.items():
-        if name not in TOKENIZER_FILES and not TENSOR_FILE.fullmatch(name):
-            raise CheckpointError(
-                f"{where}/{MANIFEST}: lists {name!r:.80}, which is not a checkpoint file"
-            )
+    of_weights = manifest.files_of(WEIGHTS)
+    missing: list[str] = []
+    for name, entry in manifest.files_of(parts).items():
         try:
             size = size_of(name)
         except (FileNotFoundError, KeyError):
-            raise CheckpointError(f"{where}/{name}: missing") from None
+            missing.append(name)
+            continue
         if size != entry.bytes:
             raise CheckpointError(
                 f"{where}/{name}: has {size} bytes, but {entry.bytes} were written"
             )
+    if not missing:
+        return
+    kind = CheckpointError
+    if of_weights.keys().isdisjoint(missing):
+        kind = NoTrainingStateError
+    more = ""
+    if len(missing) > 1:
+        more = f", as are {len(missing) - 1} more files"
+    raise kind(f"{where}/{missing[0]}: missing{more}")
 
 
 def _size(path: Path, is_expected: Callable[[int], bool]) -> int:
@@ -249,6 +280,10 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
         fields["model"] = _without_former_keys(path, fields.get("model"))
         manifest = Manifest.model_validate(fields)
         _require_model(path, manifest.model)
+        for name in manifest.files:
+            if name not in TOKENIZER_FILES and not TENSOR_FILE.fullmatch(name):
+                problem = f"lists {name!r:.80}, which is not a checkpoint file"
+                raise CheckpointError(f"{path}: {problem}")
         return manifest
     except ValidationError as error:
         raise CheckpointError(f"{path}: damaged: {describe_invalid(error)}") from None

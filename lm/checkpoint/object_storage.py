@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.location import Location, UrlLocation
-from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError
+from lm.checkpoint.manifest import DRAFT, MANIFEST, PARTS, CheckpointError
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints, NewCheckpoint
 from lm.errors import ConfigError, oserror_as_config_error
@@ -91,13 +91,15 @@ class BucketCheckpoints(CheckpointStore):
                 found.setdefault(name, {})[file] = size
         return found
 
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
+    def list_saved(
+        self, parts: Collection[str] = PARTS
+    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         saved: list[SavedCheckpoint] = []
         incomplete: dict[Location, CheckpointError] = {}
         for name, sizes in sorted(self.files().items()):
             try:
                 read = partial(self._read_manifest, name)
-                manifest = self.locate(name).parse_checked(sizes, read)
+                manifest = self.locate(name).parse_checked(sizes, read, parts)
                 saved.append(saved_checkpoint(name, manifest))
             except CheckpointError as error:
                 incomplete[self.locate(name)] = error

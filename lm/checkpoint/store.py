@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.location import ClusterLocation, DirectoryLocation, Location, PlainLocation
-from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
+from lm.checkpoint.manifest import (
+    DRAFT,
+    MANIFEST,
+    PARTS,
+    CheckpointError,
+    Manifest,
+    check_files,
+    read_manifest,
+)
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
 from lm.runtime.run_dir import TRANSFER_PREFIX, is_locked, release_leases, require_locked
@@ -57,8 +65,10 @@ class CheckpointStore(ABC):
     # Resume
 
     @abstractmethod
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
-        """Return the complete checkpoints, oldest first, and the errors of others by location.
+    def list_saved(
+        self, parts: Collection[str] = PARTS
+    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
+        """Return the checkpoints with all `parts`, oldest first, and the errors of others.
 
         Files are checked by size only; `verify` compares checksums.
         """
@@ -83,22 +93,24 @@ class CheckpointStore(ABC):
         """Return whether `where`, which a user has passed, is a checkpoint's name in this store."""
         return False
 
-    def resume_candidates(self) -> list[Location]:
-        """Return the locations of the complete checkpoints, last written first.
+    def find_candidates(self, parts: Collection[str], remedy: str) -> list[Location]:
+        """Return the locations of the checkpoints with all `parts`, last written first.
 
         Prints to stderr what is skipped.
+
+        Args:
+            remedy: what to do if none is left.
 
         Raises:
             CheckpointError: all are damaged.
             ConfigError: all were deleted.
         """
-        saved, incomplete = self.list_saved()
+        saved, incomplete = self.list_saved(parts)
         if not saved and self.was_committed():  # and not merely killed during the first save
-            remedy = "resume=fresh starts at step 0"
             if not incomplete:
                 raise ConfigError(f"{self}: all checkpoints of the run were deleted; {remedy}")
-            remedy = f"{self}: no complete checkpoint to resume from; {remedy}"
-            raise CheckpointError(*map(str, incomplete.values()), remedy)
+            problem = f"{self}: no complete checkpoint is left; {remedy}"
+            raise CheckpointError(*map(str, incomplete.values()), problem)
         for error in incomplete.values():
             print(f"skipping {error}", file=sys.stderr)
         if incomplete and not saved:
@@ -110,10 +122,15 @@ class CheckpointStore(ABC):
         assert isinstance(location, PlainLocation)
         return location.read_manifest()
 
-    def open(self, location: Location, world: World) -> AbstractContextManager[Path]:
-        """Return a directory with the checkpoint at `location`, on all ranks together."""
+    def open(
+        self, location: Location, world: World, parts: Collection[str]
+    ) -> AbstractContextManager[Path]:
+        """Return a directory with `parts` of the checkpoint at `location`, on all ranks together.
+
+        If it is not downloaded, files can be missing.
+        """
         assert isinstance(location, PlainLocation)
-        return location.open(world, self.transfers)
+        return location.open(world, self.transfers, parts)
 
     # Save
 
@@ -182,7 +199,9 @@ class LocalCheckpoints(CheckpointStore):
     def locate(self, name: str) -> Location:
         return DirectoryLocation(str((self.path / name).absolute()))
 
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
+    def list_saved(
+        self, parts: Collection[str] = PARTS
+    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         if self.path.is_symlink():
             raise CheckpointError(f"{self.path}: is a symbolic link, which is not followed")
         saved: list[SavedCheckpoint] = []
@@ -192,7 +211,9 @@ class LocalCheckpoints(CheckpointStore):
         for path in sorted(self.path.iterdir()):
             if path.is_dir() and not path.name.startswith("."):
                 try:
-                    saved.append(saved_checkpoint(path.name, read_manifest(path)))
+                    manifest = read_manifest(path)
+                    check_files(path, manifest, parts)
+                    saved.append(saved_checkpoint(path.name, manifest))
                 except CheckpointError as error:
                     incomplete[self.locate(path.name)] = error
         return sorted(saved), incomplete
@@ -284,13 +305,16 @@ class ClusterCheckpoints(CheckpointStore):
     def is_name(self, where: str) -> bool:
         return "/" not in where
 
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
+    def list_saved(
+        self,
+        parts: Collection[str] = PARTS,  # noqa: ARG002
+    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         return sorted(self._saved), {}
 
     def was_committed(self) -> bool:
         return bool(self._saved)
 
-    def resume_candidates(self) -> list[Location]:
+    def find_candidates(self, parts: Collection[str], remedy: str) -> list[Location]:  # noqa: ARG002
         return [ClusterLocation(self._latest)] if self._latest else []
 
     def read_manifest(self, location: Location) -> Manifest:
@@ -302,12 +326,14 @@ class ClusterCheckpoints(CheckpointStore):
         with self._context.restore_path(
             location.name, mode, selector=lambda name: name == MANIFEST
         ) as path:
-            return read_manifest(path, check_files=False)
+            return read_manifest(path)
 
-    def open(self, location: Location, world: World) -> AbstractContextManager[Path]:
+    def open(
+        self, location: Location, world: World, parts: Collection[str]
+    ) -> AbstractContextManager[Path]:
         if isinstance(location, ClusterLocation):
             return self._context.restore_path(location.name)
-        return super().open(location, world)
+        return super().open(location, world, parts)
 
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002

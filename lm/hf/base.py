@@ -21,9 +21,11 @@ from lm.checkpoint.locate import find_checkpoint, locate_checkpoint
 from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import (
     MANIFEST,
+    WEIGHTS,
     Base,
     FileRecord,
     Manifest,
+    check_files,
     read_manifest,
     record,
 )
@@ -93,7 +95,7 @@ def compute_checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[
     """
     if (directory / MANIFEST).exists():
         manifest = read_manifest(directory)
-        verify(directory, manifest, rank, n_ranks)
+        verify(directory, manifest, rank, n_ranks, WEIGHTS)
         return _weight_records(manifest)
     return _record_all(list_weight_files(directory)[rank::n_ranks])
 
@@ -253,6 +255,7 @@ def load_model(
         ConfigError: it has no tokenizer, or the base of its adapters is not found.
     """
     manifest = read_manifest(directory)
+    check_files(directory, manifest, WEIGHTS)
     if manifest.tokenizer is None:
         raise ConfigError(
             f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown"

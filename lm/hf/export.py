@@ -23,7 +23,7 @@ from lm.checkpoint.contents import verify
 from lm.checkpoint.headers import full_shape
 from lm.checkpoint.layout import lora_config, model_of
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import Base, Manifest, read_manifest
+from lm.checkpoint.manifest import WEIGHTS, Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import (
     Source,
     group_by_size,
@@ -105,7 +105,7 @@ def export_model(
     assert isinstance(config, ModelConfig)
     family = config_json.find_family(config)
     places, shapes = families.map_parameters(family, config)
-    verify(directory, manifest)
+    verify(directory, manifest, parts=WEIGHTS)
 
     tokenizer = _load_tokenizer(directory, manifest)
     files: dict[str, bytes] = {}
@@ -149,7 +149,7 @@ def _export_of_transformers(
     else:
         opened = _find_original(str(source))
     conversion = open_conversion(opened)
-    found = verify(directory, manifest)["model"]
+    found = verify(directory, manifest, parts=WEIGHTS)["model"]
 
     def read_tensor(name: str) -> Tensor:
         slices = found[f"{NETWORK}.{name}"]

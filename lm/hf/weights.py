@@ -21,7 +21,7 @@ from lm.checkpoint.contents import require_tensors_of
 from lm.checkpoint.headers import TensorSlice, full_shape
 from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import MANIFEST, read_manifest
+from lm.checkpoint.manifest import MANIFEST, WEIGHTS, read_manifest
 from lm.checkpoint.tensor_files import Source, read_into
 from lm.data.hub import download_from_hub
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
@@ -406,7 +406,7 @@ def find_weights(directory: Path, config: AnyModelConfig) -> FoundWeights:
     require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):
         state = lora.trained_parameters(new_model(config))
-    found = find_tensors(directory, manifest)
+    found = find_tensors(directory, manifest, WEIGHTS)
     require_tensors_of({"model": state}, directory, found)
     return FoundWeights({name: Source(found["model"][name]) for name in state})
 
