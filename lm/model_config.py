@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from lm.fields import Config, Fixed, Logged, Needs, Varied
-from lm.presets import FORMER_PRESETS, PRESETS
+from lm.presets import PRESETS
 
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
@@ -47,41 +47,6 @@ ROPE_TYPES = {
     ),
 }
 """Types of `rope_scaling` -> the keys that they use."""
-
-
-FORMER_KEYS: dict[str, Any] = {
-    "partial_rotary_factor": 1.0,
-    "rope_interleave": False,
-    "layer_pattern": None,
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": None,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-"""Keys of earlier versions, which computed models that transformers computes now -> the values with
-which a model is one of this version."""
-_FORMER_VALUES = {"norm": "rmsnorm-centered", "norm_placement": "both", "ffn": "geglu"}
-
-
-USE_INIT_FROM = "set init_from to a Hugging Face directory or name"
-
-
-def find_former(values: Mapping[str, Any]) -> str | None:
-    """Return the first of the keys of a model whose value only earlier versions compute."""
-    for key, value in FORMER_KEYS.items():
-        if values.get(key, value) != value:
-            return key
-    for key, value in _FORMER_VALUES.items():
-        if values.get(key) == value:
-            return key
-    if is_former_preset(values.get("model")):
-        return "model"
-    return None
-
-
-def is_former_preset(name: object) -> bool:
-    """Return whether earlier versions had a preset of this name, or one like it."""
-    return isinstance(name, str) and name.startswith(FORMER_PRESETS)
 
 
 class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -338,15 +303,12 @@ class ModelConfig(Config, frozen=True):
     def _apply_preset(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("model"), str):
             return values  # no preset, or a value that pydantic rejects
-        if is_former_preset(values["model"]):
-            problem = f"{values['model']} is no preset any more, as transformers computes it"
-            raise ValueError(f"model: {problem}; {USE_INIT_FROM}, and remove model")
         if values["model"] not in PRESETS:
             hint = "python -m lm.config --presets lists all"
             nearest = difflib.get_close_matches(values["model"], PRESETS)
             if nearest:
                 hint = f"the nearest are {', '.join(nearest)}; {hint}"
-            remedy = f"for models that transformers computes, {USE_INIT_FROM}"
+            remedy = "set init_from to a Hugging Face directory or name for models of transformers"
             raise ValueError(f"model: unknown preset {values['model']!r}; {hint}; {remedy}")
         return PRESETS[values["model"]] | values
 

@@ -67,9 +67,6 @@ _OLMOE = _LLAMA2 | {
     "norm_topk_prob": False,
 }
 
-FORMER_PRESETS = ("gemma3", "glm4", "granite3", "olmo3", "phi3", "phi4", "smollm3")
-"""How presets of earlier versions start, of families that transformers computes."""
-
 PRESETS: dict[str, dict[str, Any]] = {
     # family, d_model, n_layers, n_heads
     "gpt2": _preset(_GPT2, 768, 12, 12),

@@ -22,7 +22,6 @@ from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
 from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError
 from lm.fields import CHANGES, aliases_of, need_of
-from lm.model_config import FORMER_KEYS
 from lm.presets import PRESETS
 from lm.search.experiment import SearcherConfig
 from lm.training import parallelize
@@ -204,19 +203,6 @@ def test_error_names_keys_inside_a_mapping(refusal: Refusal) -> None:
     ]
     for problem, part in zip(error.problems, parts, strict=True):
         assert re.match(f"exp.yaml:3: rope_scaling.{part}", problem)
-
-
-def test_keys_of_earlier_versions_are_refused_if_they_change_the_model(refusal: Refusal) -> None:
-    """A run's config.yaml has all keys, also those that its model does not use."""
-    unused = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in FORMER_KEYS.items())
-    contents = yaml.safe_load(f"hyperparameters:\n  lr: 1\n{unused}")
-    assert read_hyperparameters(contents, [], "exp.yaml").optim.lr == 1
-    used = "  layer_pattern: [{sliding_window: 4}]\n  residual_multiplier: 0.5\n"
-    error = refusal(f"hyperparameters:\n{used}", "logits_scaling=2")
-    where = ["exp.yaml:2: layer_pattern", "exp.yaml:3: residual_multiplier"]
-    where.append("argument logits_scaling")
-    for problem, label in zip(error.problems, where, strict=True):
-        assert problem.startswith(f"{label}: no hyperparameter any more")
 
 
 def test_read_reports_all_problems_in_the_order_of_the_file(refusal: Refusal) -> None:

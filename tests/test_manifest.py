@@ -28,7 +28,6 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.retention import SavedCheckpoint, expired
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError
-from lm.model_config import FORMER_KEYS
 from lm.resume import ResumePlan, find_complete
 from lm.runtime.world import World
 from model import Transformer
@@ -42,7 +41,6 @@ from tests.support.checkpoints import (
     save_toy,
     toy_model,
 )
-from tests.support.hyperparameters import OF_TRANSFORMERS
 from tests.support.ranks import run_ranks
 
 
@@ -116,38 +114,6 @@ def test_load_refuses_a_thousand_corruptions(saved: list[Path], victim: Path) ->
             (victim / name).write_bytes(content)
             n_refused += 1
     load_weights(victim, toy_model(-1).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("model", "former_keys"),
-    [(RUN_INFO.model, FORMER_KEYS), (OF_TRANSFORMERS.model_dump(), {"n_used_weights": 8})],
-    ids=["model.py", "transformers"],
-)
-def test_read_manifest_drops_keys_of_earlier_versions(
-    model: dict[str, Any], former_keys: dict[str, Any], victim: Path
-) -> None:
-    forge_manifest(victim, model=model | former_keys)
-    assert read_manifest(victim).model == model
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("layer_pattern", [{"sliding_window": 4}, {}]),
-        ("attention_multiplier", 0.5),
-        ("norm", "rmsnorm-centered"),
-        ("norm_placement", "both"),
-        ("ffn", "geglu"),
-        ("model", "phi4"),
-    ],
-)
-def test_read_manifest_refuses_a_model_that_only_earlier_versions_compute(
-    key: str, value: Any, victim: Path
-) -> None:
-    model = read_manifest(victim).model
-    forge_manifest(victim, model=model | FORMER_KEYS | {key: value})
-    with pytest.raises(ConfigError, match=rf"{key}: .* versions before 26 November 2026 read it"):
-        read_manifest(victim)
 
 
 def test_read_manifest_finds_any_flipped_bit(victim: Path) -> None:

@@ -320,7 +320,9 @@ def test_plan_of_a_model_that_is_not_here_says_what_suffices(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     arguments = ["--config", str(REPOSITORY / "recipes" / "chat.yaml")]
-    with pytest.raises(ConfigError, match=r"hf download .*\n.*set model to the preset of its shape, .*json$"):
+    with pytest.raises(
+        ConfigError, match=r"hf download .*\n.*set model to the preset of its shape, .*json$"
+    ):
         load_hyperparameters(parse_plan_arguments(arguments))
     with pytest.raises(ConfigError, match=r"nowhere does not exist\n.*set model to the preset"):
         load_hyperparameters(parse_plan_arguments([*arguments, f"init_from={tmp_path}/nowhere"]))

@@ -24,7 +24,6 @@ from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from lm.hf.base import load_model
-from lm.model_config import FORMER_KEYS
 from lm.resume import extensions, require_same_run
 from lm.runtime.world import World
 from lm.tasks.scoring import Scorer
@@ -492,18 +491,6 @@ def test_complete_run_with_a_hyperparameter_of_a_wrong_type_is_damaged(
     forge_manifest(checkpoint, hyperparameters=known | {"lr": "1e-4x"})
     refused = run_fsdp(tmp_path, "max_steps=2", code=1)
     assert f"{checkpoint}/manifest.json: damaged: hyperparameters.lr" in refused.stderr
-
-
-def test_resume_of_an_earlier_version_has_defaults(two_steps: Path, tmp_path: Path) -> None:
-    older = tmp_path / "older"
-    shutil.copytree(checkpoints_by_step(two_steps)[2], older)
-    manifest = read_manifest(older)
-    known = manifest.hyperparameters | FORMER_KEYS
-    del known["decay_steps"]
-    forge_manifest(older, hyperparameters=known, model=manifest.model | FORMER_KEYS)
-    config = TINY | FORMER_KEYS
-    done = run_fsdp(tmp_path, "max_steps=3", f"resume={older}", config=config, code=0)
-    assert f"resumed from checkpoint {older.name}, step 2" in done.stdout
 
 
 TODAY = """

@@ -45,7 +45,6 @@ from lm.fileio import (
     sync_directory,
 )
 from lm.metrics.records import MetricSums
-from lm.model_config import FORMER_KEYS, find_former
 from lm.transformers_config import model_config
 
 FORMAT = 2
@@ -57,9 +56,6 @@ PARTS = ("model", "optim", "scaler", "spikes", "reference")
 WEIGHTS = ("model",)
 """Those that other uses of a checkpoint need."""
 TENSOR_FILE = re.compile(rf"({'|'.join(PARTS)})-\d{{5}}-\d{{5}}\.safetensors")
-
-_IGNORED = FORMER_KEYS.keys() | {"n_used_weights"}
-"""Keys of a model that earlier versions wrote."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -264,7 +260,7 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
 
     Raises:
         CheckpointError: it is damaged.
-        ConfigError: it is of another format, or of a model that only earlier versions compute.
+        ConfigError: it is of another format.
     """
     try:
         fields = parse_json(text)
@@ -277,7 +273,6 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
             problem = f"has checkpoint format {found}, this program reads format {FORMAT}"
             raise ConfigError(f"{path}: {problem}; use the version of this program that wrote it")
         del fields["checksum"]
-        fields["model"] = _without_former_keys(path, fields.get("model"))
         manifest = Manifest.model_validate(fields)
         _require_model(path, manifest.model)
         for name in manifest.files:
@@ -289,25 +284,6 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
         raise CheckpointError(f"{path}: damaged: {describe_invalid(error)}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
-
-
-def _without_former_keys(path: Path | str, model: Any) -> Any:
-    """Return the fields of the model of a manifest, which an earlier version may have written.
-
-    Raises:
-        ConfigError: this version does not compute the model.
-    """
-    if not isinstance(model, dict):
-        return model
-    key = find_former(model)
-    if key is not None:
-        found = json.dumps(model[key])[:60]
-        problem = f"transformers computes such models now ({key}: {found})"
-        remedy = "export it with one, and set init_from to the directory"
-        raise ConfigError(
-            f"{path}: {problem}; development versions before 26 November 2026 read it: {remedy}"
-        )
-    return {name: value for name, value in model.items() if name not in _IGNORED}
 
 
 def _require_model(path: Path | str, fields: dict[str, Any]) -> None:

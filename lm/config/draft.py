@@ -13,7 +13,7 @@ from lm.config.wording import show
 from lm.data.hub import find_directory
 from lm.errors import ConfigError, error_prefix
 from lm.fields import need_of
-from lm.model_config import FORMER_KEYS, USE_INIT_FROM, ModelConfig
+from lm.model_config import ModelConfig
 from lm.presets import PRESETS
 from lm.transformers_config import TransformersConfig
 
@@ -65,7 +65,6 @@ def read_draft(
     for override in overrides:
         _apply_override(draft, override)
     _drop_replaced(draft, name)
-    _drop_former_keys(draft)
     _refuse_keys_of_transformers(draft)
     _resolve_search(draft)
     _apply_max_length(draft, contents, name, lines)
@@ -169,14 +168,6 @@ def _drop(draft: Draft, keys: Collection[str], cause: str, name: str) -> None:
     if shown:
         value = show(draft.values[cause]).strip('"')
         draft.warnings.append(f"{cause}={value} overrides {', '.join(shown)} of {name}")
-
-
-def _drop_former_keys(draft: Draft) -> None:
-    """Drop keys of earlier versions, as in a run's config.yaml, unless they change the model."""
-    for key, value in FORMER_KEYS.items():
-        if draft.values.pop(key, value) != value:
-            problem = "no hyperparameter any more, as transformers computes the models that have it"
-            draft.refuse(key, f"{problem}; {USE_INIT_FROM}, and remove {key}")
 
 
 def _refuse_keys_of_transformers(draft: Draft) -> None:
