@@ -55,7 +55,7 @@ format: $(DEV) ## Format the code, and fix what lint can fix.
 soak: $(DEV) ## Kill runs COUNT=500 times and compare what they end with.
 	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)
 
-soak-search: $(DEV) ## Kill searches COUNT=500 times while their data change, and check their rankings.
+soak-search: $(DEV) ## Kill searches COUNT=500 times while their data change, and check what they end with.
 	@$(BIN)/python -m tests.soak_search $(COUNT) $(ARGS)
 
 fuzz: $(DEV) ## Load COUNT=500 checkpoints changed at random, with matching checksums.

@@ -23,6 +23,9 @@ from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task, metric_names
 from lm.transformers_config import TransformersConfig
 
+RECORD_INPUTS = "RECORD_INPUTS"
+"""Environment variable by which a search asks a run to add its inputs to sessions.jsonl."""
+
 
 def resolve_seed(seed: int | None, trial: det.ClusterInfo | None) -> int:
     """Return the seed of a run: the given one, or that of the trial on a cluster that it is."""

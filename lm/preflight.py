@@ -25,11 +25,12 @@ from lm.data.config import derive_global_batch_size
 from lm.data.run_data import TOKENIZED_ONCE, Data, open_data
 from lm.data.windows import check_token_files
 from lm.determined import master
-from lm.determined.search import Searcher, require_inputs, search_inputs
+from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import adapters, weights
 from lm.hf.base import find_base
 from lm.inputs import (
+    RECORD_INPUTS,
     check_searcher,
     find_versions,
     fingerprint_inputs,
@@ -234,10 +235,10 @@ class ResolvedRun:
         return fingerprint_inputs(self.hp, self.data, self.info.tasks)
 
     def session(self, world: World, step: int) -> dict[str, Any]:
-        """Return what the report says of a start after `step` steps: command, versions, machine.
-
-        Of a trial of `lm.search` also its inputs.
-        """
+        """Return what the report says of a start after `step` steps: command, versions, machine."""
+        inputs = None
+        if RECORD_INPUTS in os.environ:
+            inputs = world.on_rank0(self.inputs)
         device = f"CPU of {usable_cores()} cores"
         n_gpus = 0
         if world.device.type == "cuda":
@@ -252,7 +253,7 @@ class ResolvedRun:
             "host": socket.gethostname(),
             "command": shlex.join(sys.argv),
             "versions": find_versions(),
-            "inputs": search_inputs(os.environ),
+            "inputs": inputs,
         }
 
     def notes(self) -> list[str]:
@@ -413,9 +414,6 @@ def preflight(
         if checked is not None:
             check_searcher(checked, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))
-    expected = search_inputs(os.environ)
-    if expected is not None:
-        world.run_in_thread_on_rank0(lambda: require_inputs(expected, run.inputs()))
     if dry_run and world.rank == 0:
         print("\n".join([run.summary(world), *run.notes()]))
     return run

@@ -37,7 +37,6 @@ from lm.errors import (
 from lm.fileio import Line, home_path, read_records
 from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
-from lm.runtime.run_dir import SEARCH_FILE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -495,18 +494,14 @@ def write_report(run: Path) -> str:
 def select_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the run directories of `paths`, which may be all that a shell finds for `runs/*`.
 
-    Leaves out the reports of this command, runs that ended before they reported anything, and
-    searches.
+    Leaves out the reports of this command, and runs that ended before they reported anything.
     """
     runs: list[Path] = []
     for path in paths:
         if path.name in (REPORT, PICTURE):
             continue
         if (path / "lock").is_file() and not (path / "metrics.jsonl").exists():
-            why = "it has reported nothing"
-            if (path / SEARCH_FILE).exists():
-                why = f"a search, whose runs are {path}/trial-*"
-            print(f"{path}: left out: {why}", file=sys.stderr)
+            print(f"{path}: left out: it has reported nothing", file=sys.stderr)
             continue
         runs.append(path)
     if not runs:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,7 +44,6 @@ from lm.checkpoint.store import CheckpointStore
 from lm.command_line import rerun_command
 from lm.config.hyperparameters import FIELDS
 from lm.data.config import DataConfig
-from lm.determined.search import OTHER_INPUTS, search_inputs
 from lm.errors import (
     ConfigError,
     error_prefix,
@@ -414,10 +412,7 @@ def _resume_from(
     log: Callable[[str], None],
 ) -> Manifest:
     manifest = saved.manifest
-    changes = require_same_run(manifest, run_info)
-    if changes and search_inputs(os.environ) is not None:
-        raise ConfigError(f"{OTHER_INPUTS}: {'; '.join(changes)}")
-    for change in changes:
+    for change in require_same_run(manifest, run_info):
         log(f"changed: {make_printable(change)}")
     jump = compare_learning_rates(location, manifest, run_info)
     late = too_late_to_skip(location, manifest, run_info)

@@ -1,14 +1,14 @@
-"""Kill searches at random moments while their data change, and check every ranking.
+"""Kill searches at random moments while their data change, and check what they end with.
 
     python -m tests.soak_search [COUNT] [--seed S]
 
 A search is started again and again, until COUNT starts were killed or stopped at a random moment.
-At random, one of its files has other content at the start, or gets it while the search runs, or
-`search.json` is deleted. Once it has ranked its trials, it is started once more, on any data, and
-then another search begins.
+At random, one of its files has other content at the start, or gets it while the search runs. Once
+it has ended, it is started once more, on any data, and then another search begins.
 
-A search that ranks must have, for each trial, the reports of an undisturbed search of the content
-that its first trial has read. A search that is refused must name a file that has changed.
+A search that ends must have the points of an undisturbed search, and for each trial the values that
+this measures on the content that the first trial has read. A search that is refused must name a
+file that has changed, and no trial may fail.
 
 Exit code 1 after anything else.
 """
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -30,9 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
 from lm.errors import ConfigError
-from lm.fileio import Line, read_records
-from lm.metrics.records import Report
 from tests.support import REPOSITORY
 from tests.support.forked import start_python
 from tests.support.hyperparameters import TINY
@@ -54,7 +58,6 @@ EXPERIMENT: dict[str, Any] = {
         "max_time": 6,
         "max_rungs": 2,
         "divisor": 2,
-        "mode": "aggressive",
     },
     "hyperparameters": TINY
     | {
@@ -72,24 +75,15 @@ EXPERIMENT: dict[str, Any] = {
         "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1},
     },
 }
-CHANGED_AT_START, CHANGED_WHILE_RUNNING, FILE_LOST, UNTOUCHED = 0.3, 0.3, 0.1, 0.2
+CHANGED_AT_START, CHANGED_WHILE_RUNNING, UNTOUCHED = 0.3, 0.3, 0.2
 """Shares of the starts: the last one is of those that nothing ends early."""
 KINDS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
-LONGEST_AFTER_REPORT = 0.5
+LONGEST_AFTER_REPORT = 2.0
 """seconds from the report after which a search is disturbed"""
 TIMEOUT = 600
-NOT_COMPARED = ("seconds", "second", "time", "memory", "mfu", "tokens_per")
 
 Variant = str | None
 """which file has changed; None = none has"""
-Reports = dict[str, dict[int, dict[str, float]]]
-"""validation reports by trial and step"""
-
-
-class Session(Line, frozen=True):
-    """A line of sessions.jsonl."""
-
-    inputs: dict[str, Any]
 
 
 class SoakError(Exception):
@@ -117,35 +111,17 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def read_reports(folder: Path) -> Reports:
-    """Return what the validations of all trials have measured."""
-    reports: Reports = {}
-    for file in sorted(folder.glob("runs/tiny/*/metrics.jsonl")):
-        of_trial = reports.setdefault(file.parent.name, {})
-        for report in read_records(file, Report):
-            if report.group == "validation":
-                metrics = report.__pydantic_extra__
-                of_trial[report.step] = {
-                    key: value
-                    for key, value in metrics.items()
-                    if not any(part in key for part in NOT_COMPARED)
-                }
-    return reports
+def read_study(directory: Path) -> optuna.Study:
+    """Return the study of the search in `directory`."""
+    backend = JournalFileBackend(str(directory / "search.journal"))
+    return optuna.load_study(study_name="search", storage=JournalStorage(backend))
 
 
 def n_reports(folder: Path) -> int:
-    """Return how many validations the trials have reported."""
-    return sum(len(reports) for reports in read_reports(folder).values())
-
-
-def read_inputs(folder: Path) -> list[Any]:
-    """Return the different inputs that trials have been started with."""
-    inputs: list[Any] = []
-    for file in sorted(folder.glob("runs/tiny/*/sessions.jsonl")):
-        for session in read_records(file, Session):
-            if session.inputs not in inputs:
-                inputs.append(session.inputs)
-    return inputs
+    """Return how many lines the trials have reported."""
+    return sum(
+        len(file.read_bytes().splitlines()) for file in folder.glob("runs/tiny/*/metrics.jsonl")
+    )
 
 
 @dataclass
@@ -154,24 +130,26 @@ class Soak:
 
     root: Path
     draw: random.Random
-    expected: dict[Variant, tuple[Any, Reports]] = field(default_factory=dict)
-    """inputs and reports of undisturbed searches"""
+    expected: dict[Variant, optuna.Study] = field(default_factory=dict)
+    """of undisturbed searches that stop no trial"""
     outcomes: Counter[str] = field(default_factory=Counter[str])
     _n_searches: int = 0
     _n_killed: int = 0
 
-    def reference(self, variant: Variant) -> tuple[Any, Reports]:
-        """Return the inputs and the reports of an undisturbed search."""
+    def reference(self, variant: Variant) -> optuna.Study:
+        """Return the study of an undisturbed search that stops no trial."""
         if variant not in self.expected:
             folder = self.root / f"reference-{variant}"
             folder.mkdir()
             write_data(folder, variant)
+            contents = json.loads((folder / "tiny.yaml").read_text())
+            contents["searcher"]["name"] = "random"
+            (folder / "tiny.yaml").write_text(json.dumps(contents))
             search = start(folder, "--parallel", "2")
             output, errors = search.communicate(timeout=TIMEOUT)
             if search.returncode:
                 raise SoakError(f"{folder}: {output}{errors}")
-            (inputs,) = read_inputs(folder)
-            self.expected[variant] = inputs, read_reports(folder)
+            self.expected[variant] = read_study(folder / "runs/tiny")
         return self.expected[variant]
 
     def run(self, count: int) -> None:
@@ -187,11 +165,9 @@ class Soak:
             shutil.rmtree(folder, ignore_errors=True)  # a killed search's trials may be saving
 
     def _run_once(self, folder: Path) -> bool:
-        """Start a search, disturb it, and check its outcome. Return whether it has ranked."""
+        """Start a search, disturb it, and check its outcome. Return whether it has ended."""
         on_disk: list[Variant] = [self._choose(CHANGED_AT_START)]
         write_data(folder, on_disk[0])
-        if self.draw.random() < FILE_LOST:
-            (folder / "runs/tiny/search.json").unlink(missing_ok=True)
         search = start(folder, "--parallel", "2")
         killed = self._disturb(folder, search, on_disk)
         try:
@@ -204,7 +180,7 @@ class Soak:
         self.outcomes[outcome if killed is None else f"{outcome}, {killed.name}"] += 1
         if sys.stderr.isatty():
             print(f"\r{self._n_killed}", end="\r", file=sys.stderr, flush=True)
-        return outcome == "ranked"
+        return outcome == "ended"
 
     def _choose(self, share: float) -> Variant:
         if self.draw.random() < share:
@@ -238,7 +214,7 @@ class Soak:
     def _draw_moment(self, folder: Path) -> int:
         """Draw after which report of its trials a search is disturbed; 0 = at its start."""
         n_at_start = n_reports(folder)
-        n_in_all = sum(len(reports) for reports in self.reference(None)[1].values())
+        n_in_all = n_reports(self.root / "reference-None")
         return self.draw.randint(n_at_start, max(n_at_start, n_in_all))
 
     def _judge(
@@ -246,36 +222,35 @@ class Soak:
     ) -> str:
         """Return what a start of a search has done; raise SoakError if it should not have."""
         shown = f"{folder}, data {on_disk}, code {code}: {output}{errors}"
-        if "Traceback" in errors or list(folder.glob("runs/tiny/*/dropped")):
-            raise SoakError(f"a traceback, or a trial was dropped: {shown}")
-        inputs = read_inputs(folder)
-        if len(inputs) > 1:
-            raise SoakError(f"trials of several inputs: {inputs}: {shown}")
+        if "Traceback" in errors or " failed: " in output:
+            raise SoakError(f"a traceback, or a trial has failed: {shown}")
         if "best: " in output:
-            self._check_ranking(folder, inputs[0], shown)
-            return "ranked"
+            self._check_values(read_study(folder / "runs/tiny"), shown)
+            return "ended"
         if code == ConfigError.exit_code:
-            seen = {*on_disk, *map(self._variant_of, inputs)}
-            changed = [KEYS[variant] for variant in seen if variant is not None]
-            if len(seen) == 1 or not any(f"{key}: was " in errors for key in changed):
+            changed = "|".join(f"{key}: was " for key in KEYS.values())
+            if not re.search(f"{changed}|train_data: .* in the checkpoint", errors):
                 raise SoakError(f"refused without a reason: {shown}")
             return "refused"
         if code in (0, -signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGTERM):
             return "stopped"
         raise SoakError(f"another exit code: {shown}")
 
-    def _check_ranking(self, folder: Path, inputs: Any, shown: str) -> None:
-        """Raise SoakError if a trial's reports are not those of an undisturbed search."""
-        expected = self.reference(self._variant_of(inputs))[1]
-        found = read_reports(folder)
-        for trial, reports in expected.items():
-            for step, report in reports.items():  # a trial that stops validates at others, too
-                if found[trial].get(step) != report:
-                    raise SoakError(f"{trial}, step {step}: {found} is not {expected}: {shown}")
+    def _check_values(self, study: optuna.Study, shown: str) -> None:
+        """Raise SoakError unless points and values are those of an undisturbed search."""
+        expected = self.reference(self._variant_of(study.user_attrs["inputs "]))
+        if [trial.params for trial in study.trials] != [trial.params for trial in expected.trials]:
+            raise SoakError(f"other points: {shown}")
+        for trial, other in zip(study.trials, expected.trials, strict=True):
+            if trial.state not in (TrialState.COMPLETE, TrialState.PRUNED):
+                raise SoakError(f"trial-{trial.number} is {trial.state.name}: {shown}")
+            found = trial.intermediate_values.items()
+            if not found or not found <= other.intermediate_values.items():
+                raise SoakError(f"{found} is not in {other.intermediate_values}: {shown}")
 
     def _variant_of(self, inputs: Any) -> Variant:
         for variant in (None, *FILES):
-            if self.reference(variant)[0] == inputs:
+            if self.reference(variant).user_attrs["inputs "] == inputs:
                 return variant
         raise SoakError(f"unknown inputs: {inputs}")
 

@@ -422,6 +422,16 @@ def test_command_without_a_package_exits_with_2_and_one_line(
     assert re.fullmatch(rf"{package}: not installed for .*python.*; .*{remedy}.*\n", done.stderr)
 
 
+def test_search_without_optuna_names_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lm.search", "search.yaml"]
+    variables = os.environ | {"PYTHONPATH": hide_package(tmp_path, "optuna")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"lm\.search requires a package: pip install optuna .*\n", done.stderr)
+
+
 def test_import_that_is_not_of_a_package_has_its_traceback() -> None:
     run = "import lm.units; from lm.units import missing"
     command = [sys.executable, "-c", run]

@@ -358,14 +358,10 @@ def test_report_command_accepts_all_of_runs_again(capsys: pytest.CaptureFixture[
     make_run("b")
     (Path("runs/refused")).mkdir()
     (Path("runs/refused/lock")).touch()
-    Path("runs/search").mkdir()
-    for name in ("lock", "search.json"):
-        Path("runs/search", name).touch()
     for _ in range(2):
         assert report.main([str(path) for path in sorted(Path("runs").iterdir())]) == 0
         assert capsys.readouterr().err.splitlines() == [
             "runs/refused: left out: it has reported nothing",
-            "runs/search: left out: a search, whose runs are runs/search/trial-*",
         ]
     assert Path("runs/report.md").read_text().startswith("# a and b\n")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +22,6 @@ TIME_METRIC = "batches"
 """Metric of a validation report that counts steps."""
 DECISION_TIMEOUT = 10.0
 """Longest wait for a searcher's decision before training continues without it (seconds)."""
-
-INPUTS_VARIABLE = "SEARCH_INPUTS"
-"""Environment variable of trials of `lm.search`: their inputs as JSON; see `require_inputs`."""
-
-OTHER_INPUTS = "the trial's result could not be compared with the others'"
-"""Start of the error of a trial whose inputs are not those that its search has found."""
 
 
 @dataclass(frozen=True)
@@ -189,59 +182,6 @@ def rungs_of_brackets(searcher: Mapping[str, Any]) -> list[int]:
     most = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
     fewest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}
     return list(range(most, fewest[searcher.get("mode", "standard")] - 1, -1))
-
-
-def search_inputs(env: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the inputs that `lm.search` has found for this run; None = it has not started it."""
-    text = env.get(INPUTS_VARIABLE)
-    if text is None:
-        return None
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError):
-        problem = f"environment: {INPUTS_VARIABLE}={text!r:.80} is not a JSON object"
-        raise ConfigError(f"{problem}; unset it: lm.search sets it for its trials") from None
-
-
-def require_inputs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the data, the weights or the versions of a trial have changed."""
-    changes = differences(expected, found)
-    if changes:
-        raise ConfigError(f"{OTHER_INPUTS}: {'; '.join(changes)}")
-
-
-_UNSET = object()
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two mappings, which may contain others, as "KEY: VALUES"."""
-    old = _flatten(before)
-    new = _flatten(now)
-    changes: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        was = old.get(key, _UNSET)
-        value = new.get(key, _UNSET)
-        if was != value:
-            changes.append(f"{key}: was {_show(was)}, is now {_show(value)}")
-    return changes
-
-
-def _show(value: Any) -> str:
-    if value is _UNSET:
-        return "not set"
-    if isinstance(value, str) and value:
-        return value
-    return json.dumps(value, default=str)
-
-
-def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{inner}": each for inner, each in _flatten(value).items()}
-        else:
-            flat[key] = value
-    return flat
 
 
 class SearchStop:

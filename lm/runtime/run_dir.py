@@ -59,8 +59,6 @@ RUNS = Path("runs")
 """Directory of all runs, below the one that the command is started in."""
 TRANSFER_PREFIX = ".transfer-"
 """Prefix of temporary directories for transfers to and from object storage."""
-SEARCH_FILE = "search.json"
-"""File of a directory that belongs to `lm.search`, with the directories of its trials in it."""
 LOCK_TIMEOUT = 5.0
 """Seconds. The kernel releases the lock of a killed process only after its last write."""
 
@@ -135,11 +133,6 @@ class RunDir:
                 os.removedirs(self.path)  # with `RUNS`, if it is empty now
 
     def _create_and_lock(self) -> None:
-        if (self.path / SEARCH_FILE).exists():
-            raise ConfigError(
-                f"{self.path}: is a search of lm.search, with its trials; choose another name:"
-                " run_name=NAME"
-            )
         try:
             for path in (self.path, *self._subdirectories):
                 make_directory(path)

@@ -1,1 +1,1 @@
-"""Searches of hyperparameters on this machine, as Determined's master runs them on a cluster."""
+"""Searches of hyperparameters on this machine, by Optuna."""

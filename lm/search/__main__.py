@@ -1,44 +1,31 @@
 """Command: search hyperparameters on this machine, with the experiment file of a cluster.
 
-    python -m lm.search FILE [key=value ...] [--parallel N]
+    python -m lm.search FILE [key=value ...] [--parallel N] [--dry-run]
 
 FILE is what `det experiment create FILE .` accepts: `searcher` single, random, grid or
-adaptive_asha, and ranges under `hyperparameters`. Each trial is a run in `runs/<name>/trial-N/`. At
-a rung it saves a checkpoint and ends; if it survives, it resumes. What is known of a search is
-`runs/<name>/search.json`, which has the points, and the files of its trials, from which every
-decision is computed again. Killed, it continues when the same command is run again.
+adaptive_asha, and ranges under `hyperparameters`. Each trial is a run in `runs/<name>/trial-N/`.
+What is known of a search is an Optuna study, `runs/<name>/search.journal`. Killed, it continues
+when the same command is run again.
 
-Reading order: `experiment` (the file), `halving` (who survives), `trials`, `search`, `runner`.
+Reading order: `experiment` (the file), `search` (the study), `trials` (their processes).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
-from lm.errors import (
-    ConfigError,
-    RunError,
-    command,
-    open_standard_streams,
-    oserror_as_config_error,
-)
+from lm.errors import ConfigError, command, open_standard_streams
 from lm.fileio import home_path
-from lm.launch.launch import exit_code_of_stop
-from lm.search.experiment import MAX_TRIALS
-from lm.search.halving import Replay
-from lm.search.report import Table, explain_overtaken, write_report
-from lm.search.runner import Devices, Runner
-from lm.search.search import Search
+from lm.launch.requirements import requires
 
 
 def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m lm.search",
-        description="Search hyperparameters on this machine.",
+        description="Search hyperparameters on this machine, by Optuna.",
         epilog="Run the same command again to continue.",
     )
     parser.add_argument(
@@ -49,37 +36,13 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
     parser.add_argument(
         "--parallel", type=int, metavar="N", help="trials at once (default: one per GPU, or 1)"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the file, and a point of each end; start none"
+    )
     args = parser.parse_intermixed_args(arguments)
-    if args.parallel is not None and not 1 <= args.parallel <= MAX_TRIALS:
-        raise ConfigError(f"--parallel: {args.parallel} must be from 1 to {MAX_TRIALS}")
+    if args.parallel is not None and args.parallel < 1:
+        raise ConfigError(f"--parallel: {args.parallel} must be at least 1")
     return args
-
-
-def finish(search: Search, replay: Replay, table: Table) -> int:
-    """Write the report, and say which trial is the best. Return the exit code."""
-    search.require_unchanged(*search.trials)
-    search.require_same_inputs(*[trial for trial in search.trials if trial.values()])
-    rows = search.ranked(search.rows(replay.standings))
-    table.show(rows, set())
-    best = rows[0]
-    if not best.values:
-        reasons = {row.note for row in rows}
-        raise RunError(f"{search.path}: no trial has a result", *sorted(reasons)[:5])
-    metric = search.experiment.searcher.metric
-    arguments = search.command_of(best)
-    note = explain_overtaken(search.overtaken(rows))
-    written = write_report(search.path, rows, metric, arguments, note)
-    table.end(best, metric, arguments, written, note)
-    return 0
-
-
-@oserror_as_config_error
-def open_search(args: argparse.Namespace) -> tuple[Search, Devices]:
-    """Read the experiment file, find the devices, and save the points of the search."""
-    search = Search(args.file, args.overrides)
-    devices = Devices(search.experiment.slots, args.parallel)
-    search.save()
-    return search, devices
 
 
 @command
@@ -87,17 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     open_standard_streams(lossy_stdout=True)
     args = parse_search_arguments(arguments)
-    search, devices = open_search(args)
-    table = Table(search.experiment.searcher.metric)
-    runner = Runner(search, devices, table)
-    runner.install_signals()
-    replay = runner.run()
-    if replay.waiting:
-        rows = search.rows(replay.standings)
-        table.show(rows, set())
-        print(f"stopped as requested; rerun the same command to continue {search.path}")
-        return exit_code_of_stop(os.environ)
-    return finish(search, replay, table)
+    try:
+        import optuna  # noqa: F401 - a second, which a wrong command line does not wait for
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise ConfigError(f"lm.search {requires('optuna')}") from None
+    from lm.search.search import run_search
+
+    return run_search(args.file, args.overrides, args.parallel, args.dry_run)
 
 
 if __name__ == "__main__":

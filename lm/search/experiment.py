@@ -1,452 +1,298 @@
-"""The searcher of an experiment file, its ranges of hyperparameters, and the points in them.
-
-As in Determined 0.38.1: master/pkg/searcher/hyperparameters.go, random.go and grid.go.
-"""
+"""The searcher and the ranges of an experiment file, as Determined 0.38.1 defines them."""
 
 from __future__ import annotations
 
-import difflib
-import itertools
+import json
 import math
-import random
-import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from lm import strict_yaml
-from lm.config.hyperparameters import FIELDS
-from lm.errors import ConfigError
-
-_TYPES = ("const", "categorical", "int", "double", "log")
-
-Point = dict[str, Any]
-"""Hyperparameters of a trial."""
+from lm.errors import ConfigError, limit_problems
 
 MAX_TRIALS = 10_000
 """Also points of a grid, slots of a trial, trials at once."""
-MAX_RUNGS = 64
-"""MAX_TRIALS ** MAX_RUNGS is the largest power of a divisor, and less than the largest float64."""
 MAX_STEPS = 2**53
 """float64 counts them exactly."""
-
 Count = Annotated[int, Field(gt=0, le=MAX_TRIALS)]
-Rungs = Annotated[int, Field(gt=0, le=MAX_RUNGS)]
+Bound = Annotated[float, Field(ge=-MAX_STEPS, le=MAX_STEPS)]
+
+Distribution = CategoricalDistribution | FloatDistribution | IntDistribution
+Point = dict[str, Any]
+"""What Optuna has drawn, by hyperparameter: numbers, or a choice as an argument spells it."""
+
+REMEDIES = {
+    "searcher.divisor": "; use an integer",
+    "searcher.mode": "; a search here has one bracket: searcher.mode=aggressive",
+    "searcher.bracket_rungs": "; use searcher.bracket_rungs=null searcher.max_rungs=N",
+    "searcher.source_trial_id": "; use hyperparameters.init_from",
+    "searcher.source_checkpoint_uuid": "; use hyperparameters.init_from",
+}
+"""What to type instead of what a master accepts."""
 
 
-class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
-    """The section `searcher` of an experiment file, with the defaults of Determined.
-
-    null means the default, as the master writes it in `det experiment config`.
-    """
+class Searcher(BaseModel, frozen=True, extra="forbid"):
+    """The section `searcher`."""
 
     name: Literal["single", "random", "grid", "adaptive_asha"]
     metric: str
     smaller_is_better: bool = True
     max_trials: Count | None = None
     max_concurrent_trials: int = Field(16, ge=0, le=MAX_TRIALS)
+    """0 = any number"""
     time_metric: Literal["batches"] | None = None
     max_time: int | None = Field(None, gt=0, le=MAX_STEPS)
-    divisor: float = Field(4.0, gt=1, le=MAX_TRIALS)
-    max_rungs: Rungs = 5
-    mode: Literal["aggressive", "standard", "conservative"] = "standard"
-    bracket_rungs: list[Rungs] | None = Field(None, max_length=MAX_RUNGS)
+    """the last rung, in steps"""
+    divisor: int = Field(4, ge=2, le=MAX_TRIALS)
+    max_rungs: int = Field(5, gt=0, le=64)
+    mode: Literal["aggressive"] = "aggressive"
+    sampler: Literal["random", "tpe"] = "random"
+    """only here: a master does not accept this key"""
     max_length: Any = None
-    """deprecated; `lm.config` reads it"""
-    source_trial_id: Any = None
-    source_checkpoint_uuid: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, section: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in section.items() if value is not None}
-
-    @property
-    def sign(self) -> float:
-        """By which the metric is multiplied, so that less is better."""
-        if self.smaller_is_better:
-            return 1.0
-        return -1.0
+    """deprecated; trials read it"""
 
     @model_validator(mode="after")
-    def _check_required(self) -> SearcherConfig:
+    def _check_required(self) -> Searcher:
         required: dict[str, Any] = {}
         if self.name in ("random", "adaptive_asha"):
             required["max_trials"] = self.max_trials
         if self.name == "adaptive_asha":
             required["max_time"] = self.max_time
             required["time_metric"] = self.time_metric
-        if self.source_trial_id is not None or self.source_checkpoint_uuid is not None:
-            problem = "a search here cannot start from a trial of a master"
-            raise ValueError(f"{problem}; use hyperparameters.init_from")
         missing = [key for key, value in required.items() if value is None]
         if missing:
             raise ValueError(f"{self.name} needs {' and '.join(missing)}")
         return self
 
 
-class _Range(BaseModel, frozen=True, extra="forbid"):
-    """A range of a hyperparameter: values to draw, and those of a grid."""
+class Sections(BaseModel, frozen=True):
+    """What a search reads of an experiment file, besides hyperparameters."""
 
-    def draw(self, source: random.Random) -> Any:
-        raise NotImplementedError
-
-    def grid(self) -> list[Any]:
-        raise NotImplementedError
-
-
-def _refuse_range(value: Any) -> Any:
-    if _is_range(value):
-        raise ValueError("a value cannot be a range itself")
-    return value
+    searcher: Searcher
+    slots: Count = Field(1, validation_alias=AliasPath("resources", "slots_per_trial"))
+    seed: int = Field(0, ge=0, validation_alias=AliasPath("reproducibility", "experiment_seed"))
+    max_restarts: int = Field(5, ge=0)
 
 
-def _is_range(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in _TYPES
+class Categorical(BaseModel, frozen=True, extra="forbid"):
+    """A range that lists its values."""
 
-
-Value = Annotated[Any, AfterValidator(_refuse_range)]
-
-
-class _Const(_Range, frozen=True):
-    type: Literal["const"]
-    val: Value
-
-    def draw(self, source: random.Random) -> Any:  # noqa: ARG002
-        return self.val
-
-    def grid(self) -> list[Any]:
-        return [self.val]
-
-
-class _Categorical(_Range, frozen=True):
     type: Literal["categorical"]
-    vals: list[Value] = Field(min_length=1)
+    vals: list[Any] = Field(min_length=1)
 
-    def draw(self, source: random.Random) -> Any:
-        return source.choice(self.vals)
-
-    def grid(self) -> list[Any]:
-        return self.vals
+    def distribution(self, in_grid: bool) -> Distribution:  # noqa: ARG002
+        return _choices(self.vals)
 
 
-class _Number(_Range, frozen=True):
-    minval: float = Field(allow_inf_nan=False)
-    maxval: float = Field(allow_inf_nan=False)
+class Numbers(BaseModel, frozen=True, extra="forbid"):
+    """A range of numbers."""
+
+    type: Literal["int", "double", "log"]
+    minval: Bound
+    maxval: Bound
+    base: float | None = Field(None, gt=1, le=1000)
+    """of log, where minval and maxval are exponents"""
     count: Count | None = None
     """values in a grid"""
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> _Number:
+    def _check_bounds(self) -> Numbers:
         if self.minval >= self.maxval:
             raise ValueError(f"minval {self.minval:g} is not below maxval {self.maxval:g}")
-        if math.isinf(self.maxval - self.minval):
-            raise ValueError(f"minval {self.minval:g} to maxval {self.maxval:g} exceeds float64")
+        if self.type == "int" and (self.minval % 1 or self.maxval % 1):
+            raise ValueError("minval and maxval of type int are integers")
+        if (self.type == "log") != (self.base is not None):
+            raise ValueError("base belongs to type log, which needs it, e.g. base: 10")
+        if self.base is not None and max(-self.minval, self.maxval) > 100:
+            raise ValueError("minval and maxval of type log are exponents, from -100 to 100")
         return self
 
-    def _spread(self, count: int | None) -> list[float]:
-        """Return `count` numbers from `minval` to `maxval`, or the one in the middle."""
-        if count is None:
+    def distribution(self, in_grid: bool) -> Distribution:
+        """Return what a random search draws from, or the values of a grid."""
+        if in_grid:
+            return _choices(self._list_values())
+        if self.base is not None:
+            return FloatDistribution(self.base**self.minval, self.base**self.maxval, log=True)
+        if self.type == "int":
+            return IntDistribution(int(self.minval), int(self.maxval) - 1)  # as in Determined
+        return FloatDistribution(self.minval, self.maxval)
+
+    def _list_values(self) -> list[float]:
+        """Return `count` values from `minval` to `maxval`, or the one in the middle."""
+        if self.count is None:
             raise ValueError("a grid needs count, the number of values of this range")
-        if count == 1:
-            return [(self.minval + self.maxval) / 2]
-        step = (self.maxval - self.minval) / (count - 1)
-        return [self.minval + i * step for i in range(count)]
+        values: list[float] = []
+        for i in range(self.count):
+            place = 0.5
+            if self.count > 1:
+                place = i / (self.count - 1)
+            value = self.minval + place * (self.maxval - self.minval)
+            if self.base is not None:
+                value = self.base**value
+            elif self.type == "int":
+                value = math.floor(value + 0.5)
+            values.append(value)
+        return list(dict.fromkeys(values))
 
 
-class _Int(_Number, frozen=True):
-    type: Literal["int"]
-    minval: int = Field(ge=-MAX_STEPS, le=MAX_STEPS)
-    maxval: int = Field(ge=-MAX_STEPS, le=MAX_STEPS)
-
-    def draw(self, source: random.Random) -> int:
-        return source.randrange(self.minval, self.maxval)  # without maxval, as in Determined
-
-    def grid(self) -> list[int]:
-        count = self.count
-        if count is not None:
-            count = min(count, self.maxval - self.minval + 1)
-        return [math.floor(value + 0.5) for value in self._spread(count)]
-
-
-class _Double(_Number, frozen=True):
-    type: Literal["double"]
-
-    def draw(self, source: random.Random) -> float:
-        return source.uniform(self.minval, self.maxval)
-
-    def grid(self) -> list[float]:
-        return self._spread(self.count)
-
-
-class _Log(_Number, frozen=True):
-    """`minval` and `maxval` are exponents."""
-
-    type: Literal["log"]
-    base: float = Field(gt=0, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _check_powers(self) -> _Log:
-        if abs(math.log2(self.base)) * max(abs(self.minval), abs(self.maxval)) > 1000:
-            bounds = f"{self.minval:g} to {self.maxval:g}"
-            raise ValueError(f"powers {bounds} of {self.base:g} exceed float64")
-        return self
-
-    def note(self) -> str | None:
-        """Return a line if the exponents look like values, as all draws lie close together."""
-        if not 0 < self.minval < self.maxval < 1:
-            return None
-        drawn = f"{self.base**self.minval:.5g} to {self.base**self.maxval:.5g}"
-        low, high = (math.log(bound, self.base) for bound in (self.minval, self.maxval))
-        meant = f"for {self.minval:g} to {self.maxval:g} use minval {low:.4g} and maxval {high:.4g}"
-        return f"minval and maxval are exponents of {self.base:g}, so {drawn} is drawn; {meant}"
-
-    def draw(self, source: random.Random) -> float:
-        return self.base ** source.uniform(self.minval, self.maxval)
-
-    def grid(self) -> list[float]:
-        return [self.base**exponent for exponent in self._spread(self.count)]
-
-
-_RANGE: TypeAdapter[_Range] = TypeAdapter(
-    Annotated[_Const | _Categorical | _Int | _Double | _Log, Field(discriminator="type")]
+RANGE: TypeAdapter[Categorical | Numbers] = TypeAdapter(
+    Annotated[Categorical | Numbers, Field(discriminator="type")]
 )
-Space = dict[str, Any]
-"""Hyperparameters, of which each is a value, a `_Range`, or a mapping with ranges in it."""
 
 
 class Experiment:
-    """An experiment file, after the overrides of the command line.
+    """An experiment file, after the arguments of the command line.
 
     Args:
         path: of the file.
-        overrides: `key=value`; each replaces a value or a range, or `searcher.KEY` that key.
+        arguments: `key=value`; each replaces a value or a range, or `searcher.KEY` that key.
 
     Raises:
-        ConfigError: lists every problem of the searcher and the ranges.
+        ConfigError: lists every problem of the searcher and the ranges. What else is wrong, trials
+            say.
     """
 
-    def __init__(self, path: Path, overrides: list[str]) -> None:
+    def __init__(self, path: Path, arguments: Sequence[str]) -> None:
         self.path = path
-        of_searcher = [each for each in overrides if re.match(r"\s*searcher\..*=", each)]
-        self.overrides = [each for each in overrides if each not in of_searcher]
-        self.contents, self.lines = strict_yaml.load_experiment(path)
+        self._arguments: list[str] = []
+        """of all trials"""
+        self.distributions: dict[str, Distribution] = {}
+        """of the hyperparameters that have a range"""
+        contents, self._lines = strict_yaml.load_experiment(path)
+        for section in ("searcher", "hyperparameters"):
+            if not isinstance(contents.get(section), dict):
+                problem = "is missing, or not a mapping of keys to values"
+                raise ConfigError(f"{path}: {section}: {problem}; see recipes/search.yaml")
         self._problems: list[str] = []
-        self._arguments: set[str] = set()
-        searcher = self._read_searcher(of_searcher)
-        section = self.contents["hyperparameters"] or {}
-        if not isinstance(section, dict):
-            raise ConfigError(f"{path}: hyperparameters: is not a mapping of keys to values")
-        self.overridden: dict[str, str] = {}
-        for override in self.overrides:
-            key, _, value = override.partition("=")
-            key = key.strip()
-            if key in SearcherConfig.model_fields.keys() - FIELDS.keys():
-                problem = f"no hyperparameter; did you mean searcher.{key}?"
-                self._problems.append(f"argument {key}: {problem}")
-            self.overridden[key] = value
-            if _is_range(_parse(value)):
-                problem = f"a range is set in {path}, not on the command line"
-                self._problems.append(f"argument {key}: {problem}; use one value")
-        self.space: Space = {}
-        for key, value in section.items():
-            if key not in self.overridden:
-                self.space[key] = self._read_value(f"hyperparameters.{key}", value)
-        self._refuse_stop_at_step()
-        resources = self._read_section("resources")
-        self.slots = self._read_int("resources.slots_per_trial", resources, 1, 1, MAX_TRIALS)
-        reproducibility = self._read_section("reproducibility")
-        self.seed = self._read_int("reproducibility.experiment_seed", reproducibility, 0, 0, 2**64)
-        self.max_restarts = self._read_int("max_restarts", self.contents, 5, 0, MAX_TRIALS)
-        if self._problems or searcher is None:
-            raise ConfigError(*self._problems)
-        self.searcher = searcher
+        self._replaced: set[str] = set()
+        """what arguments have set, e.g. "searcher.max_time\""""
+        for argument in arguments:
+            self._apply(argument, contents)
+        self.hyperparameters: dict[str, Any] = contents["hyperparameters"]
+        self.run_name = str(self.hyperparameters.get("run_name") or path.stem)
+        try:
+            self.sections = Sections.model_validate(_without_nulls(contents))
+        except ValidationError as invalid:
+            self._add_problems("", invalid)
+        for key, value in self.hyperparameters.items():
+            if isinstance(value, dict) and value.get("type", "const") != "const":
+                self._add_range(key, value, contents["searcher"].get("name") == "grid")
+        if self.hyperparameters.get("stop_at_step") is not None:
+            self._refuse("hyperparameters.stop_at_step", "a search stops its trials; remove it")
+        if self._problems:
+            raise ConfigError(*limit_problems(self._problems))
+        self.searcher = self.sections.searcher
+        if self.n_points > MAX_TRIALS:
+            raise ConfigError(f"{path}: the grid has more than {MAX_TRIALS:,} points")
 
     @property
-    def searched(self) -> list[str]:
-        """The hyperparameters that differ between trials."""
-        return [key for key, value in self.space.items() if _has_range(value)]
+    def n_points(self) -> int:
+        """Trials, or points of the grid."""
+        if self.searcher.name == "grid":
+            return math.prod(len(values) for values in self.choices().values())
+        return self.searcher.max_trials or 1
 
-    def notes(self) -> list[str]:
-        """Return lines on ranges that may not be what was meant."""
-        notes: list[str] = []
-        for key, value in self.space.items():
-            if isinstance(value, _Log) and (note := value.note()) is not None:
-                notes.append(f"{self._label(f'hyperparameters.{key}')}: {note}")
-        return notes
+    def choices(self) -> dict[str, Sequence[Any]]:
+        """Return the values of a grid."""
+        choices: dict[str, Sequence[Any]] = {}
+        for key, distribution in self.distributions.items():
+            assert isinstance(distribution, CategoricalDistribution)
+            choices[key] = distribution.choices
+        return choices
+
+    def ends(self) -> list[Point]:
+        """Return the points of all first and of all last values."""
+        first: Point = {}
+        last: Point = {}
+        for key, distribution in self.distributions.items():
+            if isinstance(distribution, CategoricalDistribution):
+                first[key], *_ = distribution.choices
+                *_, last[key] = distribution.choices
+            else:
+                first[key] = distribution.low
+                last[key] = distribution.high
+        if first == last:
+            return [first]
+        return [first, last]
+
+    def arguments_of(self, point: Point, name: str) -> list[str]:
+        """Return the arguments of the run `name` of this search, at a point."""
+        drawn = [f"{key}={_as_text(value)}" for key, value in point.items()]
+        run_name = f"run_name={self.run_name}/{name}"
+        return ["--config", str(self.path), *self._arguments, *drawn, run_name]
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides which trials there are, and which survive."""
-        return {
-            "searcher": self.contents["searcher"],
-            "hyperparameters": self.contents["hyperparameters"],
-            "arguments": self.overridden,
-            "resources.slots_per_trial": self.slots,
-            "reproducibility.experiment_seed": self.seed,
-        }
+        """Return what all trials have in common, by key; more of them can be asked for later."""
+        searcher = self.searcher.model_dump(exclude={"max_trials", "max_concurrent_trials"})
+        identity = {f"searcher.{key}": value for key, value in searcher.items()}
+        for key, value in self.hyperparameters.items():
+            if key != "run_name":
+                identity[key] = _as_text(value)
+        return identity | self.sections.model_dump(include={"slots", "seed"})
 
-    def points(self, n_trials: int) -> list[Point]:
-        """Return the points of random trials.
+    def _apply(self, argument: str, contents: Mapping[str, Any]) -> None:
+        """Apply an argument; trials refuse one that is not `key=value`."""
+        name, equals, text = argument.partition("=")
+        section, _, key = name.strip().rpartition(".")
+        if section != "searcher" or not equals:
+            section = "hyperparameters"
+            self._arguments.append(argument)
+        value: Any = text
+        with suppress(ConfigError):  # of text that is not YAML, for a key that accepts it
+            value, _ = strict_yaml.parse_yaml(text, "")
+        contents[section][key] = value
+        self._replaced.add(f"{section}.{key}")
+        if section == "searcher" and key in ("metric", "smaller_is_better"):
+            self._refuse(f"searcher.{key}", f"trials read it in {self.path}; change it there")
 
-        A value depends on the seed, the number of the trial, and the names of its key only, so that
-        other ranges can be added, removed and reordered.
-        """
-        points: list[Point] = []
-        for number in range(n_trials):
-            point: Point = {}
-            for key, value in self.space.items():
-                point[key] = _draw(value, f"{self.seed}/{number}/{key}")
-            points.append(point)
-        return points
-
-    def grid(self) -> list[Point]:
-        """Return all points of the grid.
-
-        Raises:
-            ConfigError: a range has no count, or the grid is too large.
-        """
-        axes: dict[str, list[Any]] = {}
-        problems: list[str] = []
-        for key in sorted(self.space):
-            try:
-                axes[key] = _grid(self.space[key])
-            except ValueError as error:
-                problems.append(f"{self._label(f'hyperparameters.{key}')}: {error}")
-        if problems:
-            raise ConfigError(*problems)
-        points = _product(axes)
-        if len(points) > MAX_TRIALS:
-            raise ConfigError(f"{self.path}: the grid has more than {MAX_TRIALS:,} points")
-        return points
-
-    def _read_searcher(self, overrides: Sequence[str]) -> SearcherConfig | None:
-        section = self.contents.get("searcher")
-        if not isinstance(section, dict):
-            self._problems.append(f"{self.path}: searcher: is missing; see recipes/search.yaml")
-            return None
-        section = dict(section)
-        self.contents["searcher"] = section
-        for override in overrides:
-            key, _, value = override.partition("=")
-            section[key.strip().removeprefix("searcher.")] = _parse(value)
-            self._arguments.add(key.strip())
+    def _add_range(self, key: str, value: Mapping[str, Any], in_grid: bool) -> None:
+        name = f"hyperparameters.{key}"
         try:
-            return SearcherConfig.model_validate(section)
+            self.distributions[key] = RANGE.validate_python(value).distribution(in_grid)
         except ValidationError as invalid:
-            for error in invalid.errors():
-                key = ".".join(["searcher", *map(str, error["loc"])])
-                self._add(key, error)
-            return None
+            self._add_problems(name, invalid)
+        except ValueError as error:
+            self._refuse(name, str(error))
 
-    def _read_value(self, key: str, value: Any) -> Any:
-        """Return `value` with a `_Range` in place of each mapping that describes one."""
-        if not isinstance(value, dict):
-            return value
-        if not _is_range(value):
-            if "type" in value:
-                problem = f"type {value['type']!r} is not one of {', '.join(_TYPES)}"
-                self._problems.append(f"{self._label(key)}: {problem}")
-            return {name: self._read_value(f"{key}.{name}", each) for name, each in value.items()}
-        try:
-            return _RANGE.validate_python(value)
-        except ValidationError as invalid:
-            for error in invalid.errors():
-                inner = [str(part) for part in error["loc"][1:]]  # without the type
-                self._add(".".join([key, *inner]), error)
-            return value
+    def _add_problems(self, outer: str, invalid: ValidationError) -> None:
+        """Add what is wrong in `outer`, a range, or elsewhere in the file."""
+        for error in invalid.errors():
+            inner = list(map(str, error["loc"]))
+            if outer:
+                inner[:1] = [outer]  # instead of the type of the range
+            name = ".".join(inner)
+            problem = error["msg"].removeprefix("Value error, ")
+            if error["type"] not in ("missing", "value_error"):
+                problem = f"{error['input']!r}: {problem}"
+            self._refuse(name, f"{problem}{REMEDIES.get(name, '')}")
 
-    def _refuse_stop_at_step(self) -> None:
-        key = "stop_at_step"
-        where = f"argument {key}"
-        value = _parse(self.overridden.get(key, "null"))
-        if key in self.space:
-            where = self._label(f"hyperparameters.{key}")
-            value = self.space[key]
-        if value is not None:
-            problem = "would end trials before their rung; remove it, as a search stops trials"
-            self._problems.append(f"{where}: {problem}")
+    def _refuse(self, name: str, problem: str) -> None:
+        """Add a problem of a key, e.g. of "hyperparameters.lr" in line 12 of the file."""
+        key = ".".join(name.split(".")[:2])
+        where = f"{self.path}:{self._lines.get(key, self._lines['searcher'])}:"
+        if key in self._replaced:
+            where = "argument"
+        self._problems.append(f"{where} {name.removeprefix('hyperparameters.')}: {problem}")
 
-    def _read_section(self, name: str) -> Mapping[str, Any]:
-        """Return another section of the file; if it is none, that is for the master to judge."""
-        section = self.contents.get(name)
-        if not isinstance(section, dict):
-            return {}
-        return section
 
-    def _read_int(
-        self, name: str, section: Mapping[str, Any], default: int, least: int, most: int
-    ) -> int:
-        """Return the integer `name` of a section of the file."""
-        value = section.get(name.rpartition(".")[2])
-        if value is None:
-            return default
-        if type(value) is not int or not least <= value <= most:
-            problem = f"{value!r} is not an integer from {least} to {most}"
-            self._problems.append(f"{self._label(name)}: {problem}")
-            return default
+def _choices(values: Sequence[Any]) -> CategoricalDistribution:
+    return CategoricalDistribution([_as_text(value) for value in values])
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as the argument of a trial spells it."""
+    if isinstance(value, str):
         return value
-
-    def _add(self, key: str, error: Any) -> None:
-        message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        if error["type"] == "missing":
-            message = "is missing"
-        elif error["type"] == "extra_forbidden":
-            message = "no such key here"
-            known = SearcherConfig.model_fields
-            nearest = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
-            if key.startswith("searcher.") and nearest:
-                message = f"{message}; did you mean {nearest[0]}?"
-        value = ""
-        if error["type"] not in ("missing", "value_error", "extra_forbidden"):
-            value = f"{error['input']!r} is not "
-        self._problems.append(f"{self._label(key)}: {value}{message[0].lower()}{message[1:]}")
-
-    def _label(self, key: str) -> str:
-        """Return where `key` is set, e.g. "search.yaml:12: searcher.max_time"."""
-        outer = ".".join(key.split(".")[:2])
-        if outer in self._arguments:
-            return f"argument {key}"
-        section = outer.partition(".")[0]
-        line = self.lines.get(outer, self.lines.get(section))
-        where = str(self.path)
-        if line is not None:
-            where = f"{where}:{line}"
-        return f"{where}: {key.removeprefix('hyperparameters.')}"
+    return json.dumps(value, default=str, ensure_ascii=False)  # YAML has dates, JSON has not
 
 
-def _parse(argument: str) -> Any:
-    try:
-        return strict_yaml.parse_yaml(argument.strip(), "")[0]
-    except ConfigError:
-        return argument
-
-
-def _has_range(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_range(each) for each in value.values())
-    return isinstance(value, _Range) and not isinstance(value, _Const)
-
-
-def _draw(value: Any, seed: str) -> Any:
-    if isinstance(value, _Range):
-        return value.draw(random.Random(seed))
-    if isinstance(value, dict):
-        return {key: _draw(each, f"{seed}/{key}") for key, each in value.items()}
-    return value
-
-
-def _grid(value: Any) -> list[Any]:
-    """Return the values of a hyperparameter in a grid."""
-    if isinstance(value, _Range):
-        return value.grid()
-    if isinstance(value, dict):
-        return _product({key: _grid(each) for key, each in value.items()})
-    return [value]
-
-
-def _product(axes: Mapping[str, list[Any]]) -> list[Point]:
-    """Return a mapping for each combination of values; of too many, some."""
-    combinations = itertools.islice(itertools.product(*axes.values()), MAX_TRIALS + 1)
-    return [dict(zip(axes, values, strict=True)) for values in combinations]
+def _without_nulls(section: Any) -> Any:
+    """Return a section of an experiment file, in which null means the default."""
+    if not isinstance(section, dict):
+        return section
+    return {key: _without_nulls(value) for key, value in section.items() if value is not None}

@@ -1,353 +1,421 @@
-"""A search: its trials, what is known of them, and `search.json`, which makes it the same search.
+"""A search: an Optuna study in `runs/<search>/search.journal`, and the trials that run for it.
 
-search.json     the searcher, the hyperparameters with their ranges, and the points
-lock            names the process that runs the search
+A trial is RUNNING in the study until its result is known, also while no process trains it. Its
+point is added to the journal in one record, so that a kill leaves no part of one.
 """
 
 from __future__ import annotations
 
-import copy
-import datetime
-import json
+import math
 import os
+import shlex
+import signal
 import sys
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+import optuna
+from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
+from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from lm import strict_yaml
-from lm.checkpoint.manifest import CheckpointError
-from lm.config.hyperparameters import Hyperparameters
-from lm.config.reading import read_hyperparameters
-from lm.data.config import derive_global_batch_size
-from lm.data.run_data import open_data
-from lm.data.windows import check_token_files
-from lm.determined.search import Searcher, differences
-from lm.errors import ConfigError, limit_problems
-from lm.fileio import REPOSITORY, parse_json, read_bytes, replace_durably
-from lm.inputs import check_searcher, fingerprint_inputs, fingerprint_tasks, resolve_seed
+from lm.data.config import DataConfig
+from lm.errors import ConfigError, RunError, limit_problems
+from lm.fileio import REPOSITORY
 from lm.launch.console import announce
-from lm.model_config import ModelConfig
+from lm.launch.launch import exit_code_of_stop
+from lm.launch.signals import handle_stop_signals
+from lm.report import format_row
 from lm.runtime.lease import in_use_error
-from lm.runtime.run_dir import SEARCH_FILE, RunDir, lock_file, make_directory
-from lm.search.experiment import Experiment, Point
-from lm.search.halving import Replay, Standing, asha_brackets, single_bracket
-from lm.search.report import Row
-from lm.search.trials import Settings, Trial
-from lm.tasks.questions import read_tasks
+from lm.runtime.run_dir import RunDir, lock_file, make_directory
+from lm.search.experiment import Experiment, Point, Searcher
+from lm.search.trials import Devices, TrialRun, dry_run
+from lm.seeds import derive_seed
+from lm.tasks.questions import TasksConfig
+from lm.units import format_count
 
-FORMAT = 1
-_MAX_BYTES = 64 << 20
-
-
-class _Format(BaseModel, frozen=True, extra="allow"):
-    """What search.json has in every format."""
-
-    format: int
+POLL_SECONDS = 0.2
+RUN, PROBLEM = "run", "problem"
+"""Attributes of a trial: its run, e.g. "trial-3"; and if it has failed, why."""
+_OF_INPUTS = DataConfig.model_fields.keys() | TasksConfig.model_fields.keys()
+_OF_INPUTS |= {"init_from", "model", "max_seq_len", "vocab_size", "seed"}
+"""Hyperparameters that decide what a trial reads: trials with other values may read other data."""
 
 
-class _Saved(_Format, frozen=True, extra="allow"):
-    """The content of search.json."""
+def _drop_partial_line(journal: Path) -> None:
+    """Drop the end of the journal that a kill or a full disk has left without a line end."""
+    if journal.exists():
+        content = journal.read_bytes()
+        os.truncate(journal, content.rfind(b"\n") + 1)
 
-    experiment: dict[str, Any]
-    points: list[dict[str, Any]]
+
+def _make_pruner(searcher: Searcher) -> BasePruner:
+    if searcher.name != "adaptive_asha":
+        return NopPruner()
+    assert searcher.max_time is not None
+    first_rung = max(1, searcher.max_time // searcher.divisor ** (searcher.max_rungs - 1))
+    return SuccessiveHalvingPruner(first_rung, searcher.divisor)
+
+
+def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line with both values of each key whose value differs."""
+    return [
+        f"{key}: was {before.get(key)}, is now {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+def check_ends(experiment: Experiment, devices: Devices, check_all: bool) -> Point:
+    """Return a point that trials accept: all first values of the ranges, or all last ones.
+
+    Args:
+        check_all: whether to check both.
+
+    Raises:
+        ConfigError: trials refuse both.
+    """
+    accepted: list[Point] = []
+    problems: list[str] = []
+    for point in experiment.ends():
+        announce(f"dry run of a trial: {format_point(point)}")
+        found = dry_run(experiment.arguments_of(point, "check"), devices)
+        if found:
+            problems = problems or found
+            continue
+        accepted.append(point)
+        if not check_all:
+            break
+    if not accepted:
+        raise ConfigError(*problems)
+    if problems:
+        announce(f"refused: {'; '.join(problems)}")
+    return accepted[0]
+
+
+def format_value(value: Any) -> str:
+    """Return a hyperparameter with at most four digits."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def format_point(point: Point) -> str:
+    """Return the hyperparameters of a point."""
+    return " ".join(f"{key}={format_value(value)}" for key, value in point.items())
+
+
+def run_search(path: Path, arguments: Sequence[str], parallel: int | None, is_dry_run: bool) -> int:
+    """Run the search of an experiment file. Return the exit code."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    experiment = Experiment(path, arguments)
+    devices = Devices(experiment.sections.slots, parallel)
+    if is_dry_run:
+        check_ends(experiment, devices, check_all=True)
+        return 0
+    search = Search(experiment, devices)
+    handle_stop_signals(search.on_signal)
+    if not search.run():
+        print(f"stopped as requested; rerun the same command to continue {search.path}")
+        return exit_code_of_stop(os.environ)
+    print(search.describe())
+    return 0
 
 
 class Search:
-    """A search and its trials.
+    """A study, and the trials that run for it.
 
-    The constructor changes nothing on disk.
-
-    Args:
-        path: of the experiment file.
-        overrides: `key=value`.
+    The constructor locks the directory of the search, and opens or creates the study.
 
     Raises:
-        ConfigError: the experiment file is wrong, or every point is refused.
+        ConfigError: the study is of another experiment, or damaged.
+        RunError: another process has locked the directory.
     """
 
-    def __init__(self, path: Path, overrides: list[str]) -> None:
-        self.experiment = Experiment(path, overrides)
-        self._refuse_replaced_ranges()
-        self._inputs: dict[str, Mapping[str, Any] | ConfigError] = {}
-        """by the hyperparameters that decide what is read; or what is wrong with it"""
-        self._date: datetime.date | None = None
-        """of chat templates"""
-        searcher = self.experiment.searcher
-        if searcher.name == "adaptive_asha":
-            self._brackets = asha_brackets(searcher)
-            points = self.experiment.points(sum(b.max_trials for b in self._brackets))
-        else:
-            points = self._points_without_rungs()
-            self._brackets = [single_bracket(searcher, len(points))]
-        for note in self.experiment.notes():
-            announce(note)
-        announce("reading the data")
-        settings = [self._settings(point) for point in points]
-        accepted = [each for each in settings if isinstance(each, Settings)]
-        if not accepted:
-            assert isinstance(settings[0], ConfigError)
-            raise settings[0]
-        self.name = accepted[0].hp.run.run_name or path.stem
-        if "/" in self.name:
-            raise ConfigError(f"run_name: {self.name!r} has a '/'; trials are in runs/NAME/trial-N")
-        self.path = RunDir(self.name).path
-        self.trials: list[Trial] = []
-        for number, point in enumerate(points):
-            trial = Trial(
-                self.name, number, point, settings[number], searcher.metric, searcher.sign
-            )
-            self.trials.append(trial)
-
-    def _refuse_replaced_ranges(self) -> None:
-        """Raise ConfigError if `model` on the command line would replace keys that vary."""
-        if "model" not in self.experiment.overridden:
-            return
-        replaced = [key for key in self.experiment.searched if key in ModelConfig.model_fields]
-        if replaced:
-            problem = f"would replace the ranges of {', '.join(replaced)}"
-            raise ConfigError(f"model: {problem}; set model in {self.experiment.path} instead")
-
-    def _points_without_rungs(self) -> list[Point]:
-        searcher = self.experiment.searcher
-        if searcher.name == "grid":
-            return self.experiment.grid()
-        if searcher.name == "single":
-            return self.experiment.points(1)
-        assert searcher.max_trials is not None
-        return self.experiment.points(searcher.max_trials)
-
-    def _settings(self, point: Point) -> Settings | ConfigError:
-        """Return what the trial of `point` is to do, or why the point is refused."""
-        experiment = self.experiment
-        contents = dict(experiment.contents)
-        contents |= {"hyperparameters": point, "searcher": experiment.searcher.model_dump()}
-        try:
-            hp = read_hyperparameters(
-                contents,
-                experiment.overrides,
-                str(experiment.path),
-                experiment.lines,
-                _model_defaults,
-            )
-            if hp.run.max_epochs is not None:
-                raise ConfigError("max_epochs: a search counts steps; set max_steps instead")
-            if hp.checkpoint.resume != "auto":
-                raise ConfigError(
-                    f"resume: {hp.checkpoint.resume} would discard a trial at every rung"
-                )
-            if hp.data.dataset == "jsonl" and hp.data.chat_template_date is None:
-                if self._date is None:
-                    self._date = _start_date(RunDir(hp.run.run_name or experiment.path.stem).path)
-                hp = hp.replace(chat_template_date=self._date)
-            max_steps = hp.run.run_length(None)
-            hp = hp.replace(seed=resolve_seed(hp.run.seed, None), max_steps=max_steps)
-            searcher = Searcher.from_config(
-                contents, max_steps, hp.metrics.validation_rate or hp.metrics.report_rate
-            )
-            batch_size = derive_global_batch_size(hp.data, experiment.slots)
-            return Settings(hp, searcher, batch_size, self._read_inputs(hp, searcher, batch_size))
-        except ConfigError as error:
-            return error
-
-    def _read_inputs(
-        self, hp: Hyperparameters, searcher: Searcher, batch_size: int
-    ) -> Mapping[str, Any]:
-        """Return the inputs of a trial; points that differ in other hyperparameters share them.
-
-        Raises:
-            ConfigError: the data are wrong, or lack the searcher's metric.
-        """
-        model = hp.model.vocab_size, hp.model.max_seq_len
-        others = hp.run.seed, hp.checkpoint.init_from, batch_size, searcher
-        key = f"{hp.data} {hp.tasks} {model} {others}"
-        if key not in self._inputs:
-            self._inputs[key] = _find_inputs(hp, searcher, batch_size)
-        inputs = self._inputs[key]
-        if isinstance(inputs, ConfigError):
-            raise inputs
-        return inputs
-
-    def save(self) -> None:
-        """Lock the search, compare its files with it, and write search.json if it is missing.
-
-        Raises:
-            ConfigError: the directory has another search, or a run; a trial has been trained with
-                other inputs or hyperparameters.
-            RunError: another process has locked it.
-        """
+    def __init__(self, experiment: Experiment, devices: Devices) -> None:
+        self.experiment = experiment
+        self._devices = devices
+        self._running: dict[int, TrialRun] = {}
+        """by place"""
+        self._n_failures: Counter[int] = Counter()
+        self._accepted: Point = {}
+        """a point that trials accepted when the search was started"""
+        self._was_asked_to_stop = False
+        self._error: ConfigError | None = None
+        """what is wrong with the machine or the data, so that no trial can go on"""
+        if "/" in experiment.run_name:
+            problem = f"{experiment.run_name!r} has a '/'"
+            raise ConfigError(f"run_name: {problem}; trials are in runs/NAME/trial-N")
+        self.path = RunDir(experiment.run_name).path
         make_directory(self.path)
         holder = lock_file(self.path / "lock")
         if holder is not None:
             raise in_use_error(self.path, holder)
-        if (self.path / "metrics.jsonl").exists():
-            raise ConfigError(f"{self.path}: is a run; choose another name: run_name=NAME")
-        file = self.path / SEARCH_FILE
-        points = [trial.point for trial in self.trials]
-        content = {"format": FORMAT, "experiment": self.experiment.identity(), "points": points}
-        text = json.dumps(content, indent=1, default=str).encode()  # YAML has dates, JSON has not
-        saved = _read_saved(file)
-        if saved is not None:
-            self._compare(saved, json.loads(text))
-        self.require_unchanged(*self.trials)
-        if saved is None:
-            self._require_no_others(file)
-            replace_durably(file, text)
-
-    def _compare(self, saved: _Saved, content: Mapping[str, Any]) -> None:
-        """Raise ConfigError if `saved` is of another search than `content`."""
-        changes = differences(saved.experiment, content["experiment"])
-        if not changes and saved.points != content["points"]:
-            changes = ["points: are not those that this version draws; use that of the first start"]
-        self._refuse(changes)
-
-    def require_unchanged(self, *trials: Trial) -> None:
-        """Raise ConfigError if a trial was, or would be, trained with other than now is known."""
-        for trial in trials:
-            self._refuse([f"{trial.name}: {change}" for change in trial.changes()])
-
-    def require_same_inputs(self, *trials: Trial) -> None:
-        """Read the inputs of trials again; raise ConfigError if they are others, or wrong, now."""
-        checked: list[Mapping[str, Any]] = []
-        for trial in trials:
-            settings = trial.settings
-            if any(settings.inputs is each for each in checked):
-                continue
-            checked.append(settings.inputs)
-            found = _find_inputs(settings.hp, settings.searcher, settings.global_batch_size)
-            if isinstance(found, ConfigError):
-                changes = list(found.problems)
-            else:
-                changes = differences(settings.inputs, found)
-            self._refuse([f"{trial.name}: {change}" for change in changes])
-
-    def _refuse(self, changes: Sequence[str]) -> None:
+        journal = self.path / "search.journal"
+        # Optuna's lock, if a kill has left it: Optuna would wait for 30 s.
+        journal.with_name("search.journal.lock").unlink(missing_ok=True)
+        _drop_partial_line(journal)
+        direction = "maximize"
+        if experiment.searcher.smaller_is_better:
+            direction = "minimize"
+        try:
+            self._storage = JournalStorage(JournalFileBackend(str(journal)))
+            self.study = optuna.create_study(
+                study_name="search",
+                storage=self._storage,
+                direction=direction,
+                pruner=_make_pruner(experiment.searcher),
+                load_if_exists=True,
+            )
+        except (ValueError, LookupError) as error:
+            problem = f"{journal}: damaged ({error})"
+            raise ConfigError(f"{problem}; start another search: run_name=NAME") from None
+        identity = experiment.identity()
+        changes = find_changes(self.study.user_attrs.get("experiment", identity), identity)
         if changes:
-            remedy = f"undo the change, or start another search: run_name={self.name}-2"
-            problems = limit_problems([f"{self.path}: {change}" for change in changes])
-            raise ConfigError(*problems[:-1], f"{problems[-1]}; {remedy}")
+            remedy = f"undo this, or start another search: run_name={self.path.name}-2"
+            raise ConfigError(f"{self.path}: {'; '.join(limit_problems(changes))}; {remedy}")
+        self.study.set_user_attr("experiment", identity)
 
-    def _require_no_others(self, file: Path) -> None:
-        """Raise ConfigError if trials of another search are in the directory of a lost `file`."""
-        found = {path.name for path in self.path.glob("trial-*")}
-        others = sorted(found - {trial.name for trial in self.trials})
-        if others:
-            problem = f"is missing or damaged, and {others[0]} is not a trial of this search"
-            self._refuse([f"{file.name}: {problem}"])
-        if found:
-            announce(f"{file} was missing or damaged, and is written again: all trials match")
+    def on_signal(self, signum: int, _frame: object) -> None:
+        """Stop the search; a second Ctrl-C quits at once."""
+        if self._was_asked_to_stop and signum == signal.SIGINT:
+            os._exit(128 + signum)  # the kernel then asks the trials to save and stop
+        self._was_asked_to_stop = True
 
-    def replay(self) -> Replay:
-        """Return where all trials are, computed from their files."""
-        replay = Replay(
-            copy.deepcopy(self._brackets),  # a replay counts in them
-            result=lambda number, rung: self.trials[number].objective(rung),
-            arrival=lambda number, rung: self.trials[number].flops_until(rung),
-        )
-        replay.run()
-        return replay
+    def run(self) -> bool:
+        """Run until every trial has a result, or a signal arrives. Return whether all have.
 
-    def rows(self, standings: Sequence[Standing]) -> list[Row]:
-        """Return what the table and the report say of each trial."""
-        rows: list[Row] = []
-        for standing in standings:
-            trial = self.trials[standing.number]
-            point = {key: trial.point[key] for key in self.experiment.searched}
-            if trial.refusal is not None:
-                row = Row(trial.name, point, "dropped", 0, {}, "; ".join(trial.refusal.problems))
+        Raises:
+            ConfigError: trials cannot go on, for a reason that is not one of their points.
+        """
+        if self._is_unfinished():
+            self._accepted = check_ends(self.experiment, self._devices, check_all=False)
+        while self._is_unfinished() or self._running:
+            if self._was_asked_to_stop or self._error is not None:
+                break
+            self._start_trials()
+            time.sleep(POLL_SECONDS)
+            for place, run in list(self._running.items()):
+                code = run.exit_code()  # before the records, of which none is then missing
+                self._report(run)
+                if code is not None:
+                    del self._running[place]
+                    self._note_exit(run, code)
+        if self._running:
+            announce("stopping: trials save a checkpoint; Ctrl-C again quits at once")
+        for run in self._running.values():
+            run.stop()
+        for run in self._running.values():
+            run.wait()
+        if self._error is not None:
+            raise self._error
+        return not self._is_unfinished()
+
+    def _is_unfinished(self) -> bool:
+        trials = self.study.get_trials(deepcopy=False)
+        is_running = any(trial.state == TrialState.RUNNING for trial in trials)
+        return is_running or len(trials) < self.experiment.n_points
+
+    def _start_trials(self) -> None:
+        n_places = self._devices.n_places
+        if self.experiment.searcher.max_concurrent_trials > 0:
+            n_places = min(n_places, self.experiment.searcher.max_concurrent_trials)
+        for place in range(n_places):
+            if place in self._running:
+                continue
+            run = self._next_run()
+            if run is None:
+                return
+            point = self._trial(run.number).params
+            self._open_trial(run.number).set_user_attr(RUN, run.name)
+            announce(f"{run.name} starts: {format_point(point)}")
+            run.start(self.experiment.arguments_of(point, run.name), self._devices, place)
+            self._running[place] = run
+
+    def _next_run(self) -> TrialRun | None:
+        """Return a run to start: of a trial that has no result yet, or of a new one."""
+        running = [run.number for run in self._running.values()]
+        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+            run = self._open_run(trial.number)
+            if trial.number in running or run.is_in_use():  # a killed search has left it saving
+                continue
+            self._report(run)
+            if self._trial(trial.number).state == TrialState.RUNNING:
+                return run
+        number = len(self.study.get_trials(deepcopy=False))
+        if number >= self.experiment.n_points:
+            return None
+        point = self._draw(number)
+        distributions: Any = self.experiment.distributions
+        new = create_trial(state=TrialState.RUNNING, params=point, distributions=distributions)
+        self.study.add_trial(new)
+        return self._open_run(number)
+
+    def _draw(self, number: int) -> Point:
+        """Return the point of a trial: of a grid or a random search a function of its number."""
+        seed = derive_seed("point", self.experiment.sections.seed, number) % 2**32
+        sampler: BaseSampler = RandomSampler(seed)
+        if self.experiment.searcher.name == "grid":
+            order = derive_seed("grid", self.experiment.sections.seed) % 2**32
+            sampler = GridSampler(self.experiment.choices(), order)
+        elif self.experiment.searcher.sampler == "tpe":
+            sampler = TPESampler(seed=seed)
+        in_memory = optuna.create_study(direction=self.study.direction, sampler=sampler)
+        in_memory.add_trials(self.study.get_trials())
+        distributions: Any = self.experiment.distributions
+        return in_memory.ask(distributions).params
+
+    def _trial(self, number: int) -> FrozenTrial:
+        return self.study.get_trials(deepcopy=False)[number]
+
+    def _open_run(self, number: int) -> TrialRun:
+        """Return the run of a trial: another one if a start of it has read other inputs."""
+        name = f"trial-{number}"
+        run = TrialRun(self.path.name, name, number)
+        while self._find_other_inputs(run):
+            name = f"{name}-again"
+            run = TrialRun(self.path.name, name, number)
+        return run
+
+    def _find_other_inputs(self, run: TrialRun) -> list[str]:
+        """Return in what the inputs of a run differ from those of the first run of the study."""
+        point = self._trial(run.number).params
+        decisive = {key: value for key, value in point.items() if key in _OF_INPUTS}
+        name = f"inputs {format_point(decisive)}"
+        changes: list[str] = []
+        for session in run.sessions():
+            expected = self.study.user_attrs.get(name)
+            if expected is not None:
+                changes += find_changes(expected, session.inputs or {})
+            elif session.inputs is not None:
+                self.study.set_user_attr(name, session.inputs)
+        return changes
+
+    def _report(self, run: TrialRun) -> None:
+        """Report the validations of a run, and stop it if they decide on its trial."""
+        validations = run.validations()  # before the sessions, which precede them on disk
+        changes = self._find_other_inputs(run)
+        if changes:
+            self._end(f"{run.name}: {'; '.join(changes)}")
+        frozen = self._trial(run.number)
+        if changes or not validations or frozen.state != TrialState.RUNNING:
+            return
+        trial = self._open_trial(run.number)
+        max_steps = run.max_steps()
+        last_step = min(max_steps, self.experiment.searcher.max_time or max_steps)
+        reported = frozen.last_step or 0
+        for report in validations:
+            if report.step < reported:
+                continue
+            value = report.__pydantic_extra__[self.experiment.searcher.metric]
+            if report.step > reported:
+                trial.report(value, report.step)
+            if report.step >= last_step:
+                self.study.tell(run.number, value)
+            elif trial.should_prune():
+                self.study.tell(run.number, state=TrialState.PRUNED)
             else:
-                note = ""
-                if standing.state == "dropped":
-                    note = trial.why_dropped() or ""
-                step = trial.settings.step_of(standing.rung)
-                row = Row(trial.name, point, standing.state, step, dict(trial.values()), note)
-            rows.append(row)
-        return rows
+                continue
+            result = self._trial(run.number).state.name.lower()
+            shown = f"{self.experiment.searcher.metric} {value:.4f} at step {report.step}"
+            announce(f"{run.name} {result}: {shown}")
+            if report.step < max_steps:
+                run.stop()
+            return
 
-    def ranked(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the trials from the best: complete ones, then the others by how far they got."""
+    def _note_exit(self, run: TrialRun, code: int) -> None:
+        """Decide what follows from the end of a run: another start, or none."""
+        if self._trial(run.number).state != TrialState.RUNNING or self._error is not None:
+            return
+        reason = run.last_errors()
+        if code != ConfigError.exit_code:
+            self._n_failures[run.number] += 1
+            problem = f"ended with code {code} before its last step: {reason}"
+            announce(f"{run.name} {problem}")
+            if self._n_failures[run.number] > self.experiment.sections.max_restarts:
+                self._fail(run, problem)
+        elif run.has_trained():  # and has diverged
+            self._fail(run, reason)
+        elif run.had_trained:
+            self._end(f"{run.name} does not resume: {reason}")
+        elif dry_run(self.experiment.arguments_of(self._accepted, "check"), self._devices):
+            self._end(f"{run.name} does not start: {reason}")
+        else:
+            self._fail(run, reason)
 
-        def key(row: Row) -> tuple[int, int, float]:
-            if not row.values:
-                return 2, 0, 0.0
-            value = self.experiment.searcher.sign * row.last_value
-            if row.state == "completed":
-                return 0, 0, value
-            return 1, -row.last_step, value
+    def _open_trial(self, number: int) -> Trial:
+        """Return a trial that is RUNNING.
 
-        return sorted(rows, key=key)
-
-    def overtaken(self, ranked: Sequence[Row]) -> list[Row]:
-        """Return the trials that were stopped, though their last value is better than the best."""
-        sign = self.experiment.searcher.sign
-        best = sign * ranked[0].last_value
-        stopped = [row for row in ranked if row.state == "stopped"]
-        return [row for row in stopped if sign * row.last_value < best]
-
-    def command_of(self, row: Row) -> list[str]:
-        """Return the arguments that train from step 0 with all the hyperparameters of a trial."""
-        trial = next(trial for trial in self.trials if trial.name == row.name)
-        script = os.path.relpath(REPOSITORY / "fsdp.py")
-        python = sys.orig_argv[0]  # as it was typed
-        command = [python, "-m", "lm.launch", "--nproc", str(self.experiment.slots), script]
-        return [*command, "--config", str(trial.config), f"run_name={self.name}-best"]
-
-
-def _model_defaults(source: str) -> Mapping[str, Any]:
-    """Return the hyperparameters of `init_from`; a search without it needs no PyTorch."""
-    from lm.hf import adapters
-
-    return adapters.model_defaults(source)
-
-
-def _start_date(directory: Path) -> datetime.date:
-    """Return the date of the chat templates of the trials in `directory`, else today."""
-    for config_file in directory.glob("trial-*/config.yaml"):
-        with suppress(ConfigError, TypeError, ValueError, KeyError):  # `Trial.changes` names it
-            saved = strict_yaml.load_experiment(config_file)[0]["hyperparameters"]
-            return datetime.date.fromisoformat(saved["chat_template_date"])
-    return datetime.date.today()
-
-
-def _find_inputs(
-    hp: Hyperparameters, searcher: Searcher, batch_size: int
-) -> Mapping[str, Any] | ConfigError:
-    """Return the inputs of a run; or what is wrong with them, or which metric they lack."""
-    try:
-        assert hp.run.seed is not None
-        data = open_data(
-            hp.data,
-            hp.model.vocab_size,
-            hp.model.max_seq_len,
-            batch_size,
-            hp.run.seed,
-            pairs=hp.objective.of_pairs,
+        Optuna advises against this constructor, but a study has no method that continues a trial.
+        """
+        study_id = self._storage.get_study_id_from_name(self.study.study_name)
+        return Trial(
+            self.study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
         )
-        check_token_files(data.datasets)
-        check_searcher(searcher, hp.tasks, data)
-        tasks = read_tasks(hp.tasks.eval_tasks or (), hp.tasks.eval_limit)
-        return fingerprint_inputs(hp, data, fingerprint_tasks(tasks))
-    except ConfigError as error:
-        return error
-    except CheckpointError as error:
-        return ConfigError(*error.problems)
 
+    def _fail(self, run: TrialRun, reason: str) -> None:
+        """Give a trial up; the next point takes its place."""
+        announce(f"{run.name} failed: {reason}")
+        self._open_trial(run.number).set_user_attr(PROBLEM, reason)
+        self.study.tell(run.number, state=TrialState.FAIL)
 
-def _read_saved(file: Path) -> _Saved | None:
-    """Return what is in search.json; None = it is missing or damaged.
+    def _end(self, problem: str) -> None:
+        """End the search with an error that is not of one point."""
+        self._error = ConfigError(
+            f"{self.path}: {problem}; undo the change and run the same command again, or start"
+            f" another search: run_name={self.path.name}-2"
+        )
 
-    Raises:
-        ConfigError: it is of another format.
-    """
-    try:
-        content = parse_json(read_bytes(file, _MAX_BYTES))
-        found = _Format.model_validate(content).format
-        if found != FORMAT:
-            problem = f"has format {found}, this program reads format {FORMAT}"
-            raise ConfigError(f"{file}: {problem}; use the version of this program that wrote it")
-        return _Saved.model_validate(content)
-    except (FileNotFoundError, ValueError):
-        return None
+    def describe(self) -> str:
+        """Return a table of all trials, and the command that trains with the best point.
+
+        Raises:
+            RunError: no trial is complete.
+        """
+        metric = self.experiment.searcher.metric
+        keys = list(self.experiment.distributions)
+        header = ["trial", *keys, metric, "step", "state"]
+        lines = [format_row(header), format_row(["---"] * len(header))]
+        trials = sorted(self.study.get_trials(), key=self._rank)
+        for trial in trials:
+            value = ""
+            if trial.value is not None:
+                value = f"{trial.value:.4f}"
+            point = [format_value(trial.params[key]) for key in keys]
+            state = " ".join([trial.state.name.lower(), trial.user_attrs.get(PROBLEM, "")])
+            step = str(trial.last_step or "")
+            lines.append(format_row([f"trial-{trial.number}", *point, value, step, state]))
+        best = trials[0]
+        if best.state != TrialState.COMPLETE:
+            raise RunError(f"{self.path}: no trial is complete", *limit_problems(lines))
+        counts = Counter(trial.state.name.lower() for trial in trials)
+        shown = ", ".join(f"{n} {state}" for state, n in counts.items())
+        lines.append(f"{format_count(len(trials), 'trial')}: {shown}")
+        run_dir = RunDir(f"{self.path.name}/{best.user_attrs[RUN]}")
+        result = f"{metric} {best.value:.4f} at step {best.last_step}"
+        command = [sys.orig_argv[0], "-m", "lm.launch", "--nproc", str(self._devices.slots)]
+        command += [os.path.relpath(REPOSITORY / "fsdp.py"), "--config", str(run_dir.config)]
+        command.append(f"run_name={self.path.name}-best")
+        lines.append(f"best: {run_dir.path.name}, {result}: {format_point(best.params)}")
+        lines.append("to train at this point, at full length or longer (max_steps=N):")
+        lines.append(f"    {shlex.join(command)}")
+        return "\n".join(lines)
+
+    def _rank(self, trial: FrozenTrial) -> tuple[int, int, float]:
+        """Return the place of a trial: complete ones by value, then pruned ones by step."""
+        value = math.inf
+        if trial.value is not None:
+            value = trial.value
+            if not self.experiment.searcher.smaller_is_better:
+                value = -value
+        if trial.state == TrialState.COMPLETE:
+            return 0, 0, value
+        if trial.state == TrialState.PRUNED:
+            return 1, -(trial.last_step or 0), value
+        return 2, 0, value
