@@ -54,8 +54,8 @@ class State:
     trained: int
     frozen: int
     moments: int
-    dense: str | None
-    """a line on what of the blocks `base_dtype` does not hold"""
+    of_adapters: list[str]
+    """lines on what adapters and `base_dtype` leave out"""
 
     @property
     def copied(self) -> int:
@@ -79,7 +79,7 @@ def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
     for state in optimizer.state_dict().values():
         if state.ndim > 0:  # not the counts of steps, which no rank shards
             moments += state.nbytes
-    return State(trained, frozen, moments, lora.describe_dense(hp.lora, model))
+    return State(trained, frozen, moments, lora.notes(hp.lora, model))
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class MemoryCheck:
     """bytes of a rank"""
     space: float
     """bytes for it: of the rank, or with `cpu_offload` on a GPU of its share of the node"""
-    dense: str | None
-    """that of the state"""
+    of_adapters: list[str]
+    """those of the state"""
 
     def describe(self) -> str:
         """Return the state and the space as a clause."""
@@ -113,9 +113,7 @@ class MemoryCheck:
         notes: list[str] = []
         if self.ranks.on_gpu or self.state >= WORTH_A_LINE:
             notes.append(f"{self.describe()}; activations come on top")
-        if self.dense is not None:
-            notes.append(self.dense)
-        return notes
+        return notes + self.of_adapters
 
     def refuse_too_large(self, state: State) -> None:
         """Raise ConfigError if the `state` of all shards exceeds the space of this rank's."""
@@ -178,6 +176,6 @@ def _check_state(hp: Hyperparameters, ranks: Ranks, host_share: int) -> MemoryCh
     space = ranks.memory
     if hp.parallel.cpu_offload and ranks.on_gpu:
         space = host_share
-    check = MemoryCheck(hp, ranks, state.total // shards, space, state.dense)
+    check = MemoryCheck(hp, ranks, state.total // shards, space, state.of_adapters)
     check.refuse_too_large(state)
     return check

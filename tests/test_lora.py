@@ -54,6 +54,7 @@ from tests.support.hf import (
     initial_adapters,
     make_reference,
     read_with_model_defaults,
+    save_model,
     start_as_ours,
     train_reference,
 )
@@ -875,7 +876,10 @@ def test_export_adapters_needs_adapters(tmp_path: Path) -> None:
     ("changes", "parts"),
     [
         ({"init_from": None}, ["lora_rank: .*rank 3 .*init_from"]),
-        ({"lora_rank": 17}, [r"lora_rank: 17 .*k_proj \(16 x 32\).* 16$"]),
+        (
+            {"lora_rank": 17, "lora_targets": ["q_proj", "k_proj"]},
+            [r"lora_rank: 17 .*k_proj \(16 x 32\).* 16$"],
+        ),
         ({"lora_rank": 0}, ["lora_rank: 0 "]),
         (
             {"modules_to_save": ["lm_head"], "use_dora": True},
@@ -907,3 +911,34 @@ def test_lora_values_that_are_wrong_are_refused(
         read_with_model_defaults(settings(bases["llama"]) | changes)
     for problem, part in zip(refused.value.problems, parts, strict=True):
         assert re.search(f": {part}", problem)
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen2_moe", pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow)]
+)
+def test_what_adapters_leave_out_is_said(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path)
+    source = {"init_from": str(tmp_path), "dataset": "synthetic"}
+    hp = read_with_model_defaults(source | {"lora_rank": 4})
+    with torch.device("meta"):
+        model = lora.add_adapters(new_model(hp.model), hp.lora, None)
+    trained = lora.trained_parameters(model)
+    assert sum(tensor.numel() for tensor in trained.values()) == hp.n_trained_parameters
+    assert any(".shared_expert.up_proj." in name for name in trained)
+    assert not [name for name in trained if "shared_expert_gate" in name]  # of one output
+    (note,) = lora.notes(hp.lora, model)
+    assert re.search(r"experts\.gate_up_proj \(", note)
+    assert re.search(r"shared_expert_gate\.weight \(\d+, narrower than lora_rank\)", note)
+
+    hp = read_with_model_defaults(source | {"lora_rank": 4, "lora_targets": ["q_proj"]})
+    with torch.device("meta"):
+        model = lora.add_adapters(new_model(hp.model), hp.lora, None)
+    (note,) = lora.notes(hp.lora, model)
+    assert "experts.gate_up_proj" in note
+    assert "proj.weight" not in note  # as asked
+    with pytest.raises(ConfigError, match=r"4 exceeds .* shared_expert_gate \(1 x 64\)"):
+        read_with_model_defaults(
+            source | {"lora_rank": 4, "lora_targets": ["shared_expert_gate", "q_proj"]}
+        )
+    with pytest.raises(ConfigError, match=r"1000 exceeds .*; use at most 64"):
+        read_with_model_defaults(source | {"lora_rank": 1000})

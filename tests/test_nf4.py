@@ -494,8 +494,7 @@ def test_layers_whose_inputs_64_does_not_divide_stay_dense_and_are_named(tmp_pat
     dtypes = {name.split(".")[-2]: p.dtype for name, p in model.blocks.named_parameters()}
     assert dtypes["up_proj"] == torch.uint8
     assert dtypes["down_proj"] == torch.bfloat16
-    note = lora.describe_dense(hp.lora, model)
-    assert note is not None
+    (note,) = lora.notes(hp.lora, model)
     assert re.search(r"nf4 holds 78% .* stay ffn.down_proj.weight \(24.6K\)$", note)
 
 

@@ -55,7 +55,8 @@ class LoraConfig(Config, frozen=True):
     lora_targets: OfAdapters[Fixed[list[str] | None]] = Field(
         None,
         min_length=1,
-        description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
+        description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers"
+        " that are as wide as the rank",
         json_schema_extra={
             "aliases": ["target_modules", "lora_target_modules"],
             "meanings": {"alllinear": "did you mean null?"},
@@ -74,6 +75,16 @@ class LoraConfig(Config, frozen=True):
         assert self.lora_rank is not None
         return self.lora_alpha / self.rank_divisor(self.lora_rank)
 
+    def adapts(self, kind: str, out: int, inner: int) -> bool:
+        """Return whether the linear layers of a kind and shape have adapters.
+
+        Without `lora_targets` these are all that the rank does not exceed, so that a gate of one
+        output has none.
+        """
+        if self.lora_targets is not None:
+            return kind in self.lora_targets
+        return self.lora_rank is not None and self.lora_rank <= min(out, inner)
+
     def rank_divisor(self, rank: int) -> float:
         """Return what an alpha is divided by for adapters of `rank`."""
         if self.use_rslora:
@@ -91,35 +102,40 @@ def linear_layers(model: AnyModelConfig) -> list[LinearLayers]:
     return layers
 
 
+def adapted_layers(config: LoraConfig, model: AnyModelConfig) -> list[LinearLayers]:
+    """Return the linear layers of all blocks that have adapters."""
+    return [
+        layers
+        for layers in linear_layers(model)
+        if config.adapts(layers.kind, layers.out, layers.inner)
+    ]
+
+
 def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values do not fit the model, with the reason and the remedy."""
-    shapes: dict[str, tuple[int, int]] = {}
-    """the smallest of each kind"""
-    for layers in linear_layers(model):
-        shape = (layers.out, layers.inner)
-        shapes[layers.kind] = min(shape, shapes.get(layers.kind, shape), key=min)
     widths = {layers.inner for layers in linear_layers(model)}
     if config.base_dtype == "nf4" and all(inner % NF4_BLOCK for inner in widths):
         problem = f"no linear layer of the blocks has a multiple of {NF4_BLOCK} inputs"
         yield "base_dtype", f"nf4: {problem}; remove base_dtype"
-    targets = list(dict.fromkeys(config.lora_targets or shapes))
-    for name in targets:
-        if name not in shapes:
-            yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(shapes)}"
-    known = [name for name in targets if name in shapes]
-    if not known or config.lora_rank is None:
+    kinds = list(dict.fromkeys(layers.kind for layers in linear_layers(model)))
+    for name in dict.fromkeys(config.lora_targets or ()):
+        if name not in kinds:
+            yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(kinds)}"
+    if config.lora_rank is None:
         return
-    smallest = min(known, key=lambda name: min(shapes[name]))
-    out, inner = shapes[smallest]
-    limit = min(out, inner)
-    if config.lora_rank > limit:
-        side = f"the smaller side of {smallest} ({out} x {inner})"
-        yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {limit}"
+    sides = {layers: min(layers.out, layers.inner) for layers in linear_layers(model)}
+    adapted = adapted_layers(config, model)
+    narrowest = min(adapted, key=sides.__getitem__, default=None)
+    if config.lora_targets is None and not adapted:
+        narrowest = max(sides, key=sides.__getitem__, default=None)
+    if narrowest is not None and config.lora_rank > sides[narrowest]:
+        side = f"the smaller side of {narrowest.kind} ({narrowest.out} x {narrowest.inner})"
+        yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {sides[narrowest]}"
 
 
 def adapter_structure(config: LoraConfig, model: AnyModelConfig) -> dict[str, Any]:
     """Return the keys on which the meaning of adapters depends, with what null stands for."""
-    targets = set(config.lora_targets or (layers.kind for layers in linear_layers(model)))
+    targets = {layers.kind for layers in adapted_layers(config, model)}
     keys = ("lora_rank", "lora_alpha", "use_rslora")
     return {**config.model_dump(include=set(keys)), "lora_targets": sorted(targets)}
 
@@ -129,10 +145,9 @@ def n_trained_parameters(config: LoraConfig, model: AnyModelConfig) -> int:
     if config.lora_rank is None:
         return model.n_parameters
     n_per_rank = 0
-    for layers in linear_layers(model):
-        if config.lora_targets is None or layers.kind in config.lora_targets:
-            # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
-            n_per_rank += layers.count * (layers.out + layers.inner)
+    for layers in adapted_layers(config, model):
+        # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
+        n_per_rank += layers.count * (layers.out + layers.inner)
     return config.lora_rank * n_per_rank
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lm.training import nf4
 from lm.training.config import LoraConfig
 from lm.training.nf4 import NF4Linear
+from lm.training.roles import find_decayed
 from lm.transformers_config import AnyModelConfig
 from lm.transformers_model import (
     AnyModel,
@@ -83,13 +84,64 @@ def add_adapters(
             is_free = is_free and not reads_weight(type(parent), name, or_dtype=True)
             if config.base_dtype == "nf4" and is_free and nf4.is_supported(layer):
                 frozen = NF4Linear(layer)
-            is_target = config.lora_targets is None or name in config.lora_targets
+            is_target = config.adapts(name, layer.out_features, layer.in_features)
             is_target = is_target and not reads_weight(type(parent), name)  # it would be ignored
             parent.register_module(name, LoraLinear(frozen, config) if is_target else frozen)
     return model
 
 
-def describe_dense(config: LoraConfig, model: AnyModel) -> str | None:
+def notes(config: LoraConfig, model: AnyModel) -> list[str]:
+    """Return lines on what of the blocks adapters and `base_dtype` leave out."""
+    notes = [_describe_left_out(config, model), _describe_dense(config, model)]
+    return [note for note in notes if note is not None]
+
+
+def _n_weights(parameter: Tensor) -> int:
+    if parameter.dtype == torch.uint8:
+        return len(parameter) * nf4.inner_width(parameter.shape[1])
+    return parameter.numel()
+
+
+def _describe_left_out(config: LoraConfig, model: AnyModel) -> str | None:
+    """Return a line on the matrices of the blocks without an adapter; None = next to nothing.
+
+    Linear layers that `lora_targets` does not name are left out as asked.
+    """
+    rank = config.lora_rank
+    if rank is None:
+        return None
+    decayed = find_decayed(model)
+    left_out: Counter[str] = Counter()
+    narrow: set[str] = set()
+    total = 0
+    for block in model.blocks:
+        for path, module in block.named_modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad or parameter not in decayed:
+                    continue  # a matrix of an adapter, a norm, a bias
+                n_weights = _n_weights(parameter)
+                total += n_weights
+                is_layer = isinstance(module, nn.Linear | NF4Linear)
+                is_expected = is_layer and config.lora_targets is not None
+                if isinstance(module, LoraLinear) or is_expected:
+                    continue
+                name = without_numbers(f"{path}.{leaf}")
+                left_out[name] += n_weights
+                if is_layer and min(module.out_features, module.in_features) < rank:
+                    narrow.add(name)
+    kinds: list[str] = []
+    for name, n_weights in left_out.most_common():
+        if name in narrow:
+            kinds.append(f"{name} ({format_parameters(n_weights)}, narrower than lora_rank)")
+        elif n_weights > total / 100:
+            kinds.append(f"{name} ({format_parameters(n_weights)})")
+    if not kinds:
+        return None
+    of_blocks = f"of {format_parameters(total)} weights of the blocks"
+    return f"adapters leave out, {of_blocks}: {', '.join(kinds)}"
+
+
+def _describe_dense(config: LoraConfig, model: AnyModel) -> str | None:
     """Return a line on what of the blocks `base_dtype` does not hold; None = next to nothing."""
     if config.base_dtype is None:
         return None
@@ -98,7 +150,7 @@ def describe_dense(config: LoraConfig, model: AnyModel) -> str | None:
     for block in model.blocks:
         for name, parameter in block.named_parameters():
             if parameter.dtype == torch.uint8:
-                n_quantized += len(parameter) * nf4.inner_width(parameter.shape[1])
+                n_quantized += _n_weights(parameter)
             elif not parameter.requires_grad:
                 dense[without_numbers(name)] += parameter.numel()
     total = n_quantized + dense.total()
