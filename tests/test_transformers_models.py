@@ -883,6 +883,21 @@ def test_keys_that_a_model_of_transformers_does_not_have_are_refused(
             {"model_type": "lfm2", "num_hidden_layers": 10**9},
             "num_hidden_layers: 1000000000 is more",
         ),
+        (
+            {"model_type": "granite", "max_position_embeddings": 0},
+            "max_position_embeddings: 0 is not between 1 and 16777216",
+        ),
+        ({"model_type": "granite", "max_position_embeddings": -1}, "max_position_embeddings: -1"),
+        ({"model_type": "mpt", "max_seq_len": 10**9}, "max_seq_len: 1000000000 is not between"),
+        ({"model_type": "granite", "hidden_size": 0}, "granite: cannot be examined"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 7},
+            "num_experts_per_tok: 7 exceeds num_local_experts 4",
+        ),
+        (
+            {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 5},
+            "moe_k: 5 exceeds moe_num_experts 4",
+        ),
         ({"model_type": "lfm2", "hidden_size": 10**12}, "hidden_size: 1000000000000 is more than"),
         (
             {"model_type": "gemma3", "text_config": {"head_dim": 2**40}},

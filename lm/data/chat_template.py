@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.errors import ConfigError, error_text, nearest_file, oserror_as_config_error
-from lm.fileio import MAX_JSON_BYTES, read_bytes
+from lm.fileio import MAX_JSON_BYTES, home_path, read_bytes
 from lm.launch.requirements import requires
 
 REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
@@ -133,7 +133,7 @@ class ChatTemplate:
 @oserror_as_config_error
 def read_chat_template(name: str) -> ChatTemplate:
     """Read the chat template `name`: a file, or the name of one in TRL's package."""
-    path = Path(name).expanduser()
+    path = home_path(name)
     if not path.is_file():
         if "{" in name:
             problem = "this is a template, not the name of one"

@@ -23,6 +23,7 @@ from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.fileio import home_path
 from lm.model_config import IGNORE_INDEX
 from lm.units import format_count
 
@@ -156,7 +157,7 @@ def _check_no_token_files(config: DataConfig) -> None:
     for key, where in named:
         if not isinstance(where, str):
             continue
-        path = Path(where).expanduser()
+        path = home_path(where)
         if path.is_dir():
             path = path / f"{TRAIN}.bin"
         if path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists():
@@ -306,7 +307,7 @@ def _train_index_paths(config: DataConfig) -> list[Path]:
 
 def _index_path(where: str, key: str, part: str) -> Path:
     """Return the index of a part of a directory of token files, else that of its training part."""
-    path = Path(where).expanduser()
+    path = home_path(where)
     if path.is_dir():
         index = path / f"{part}.json"
         return index if index.exists() else path / f"{TRAIN}.json"

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from lm.errors import ConfigError
 from lm.transformers_config import set_random_rates
 
 VOCABULARY = 96
@@ -136,6 +137,7 @@ def small_configs(values: Mapping[str, Any], derived: Collection[str]) -> Iterat
     Args:
         derived: keys of sizes that the class of the config sets if they are missing.
     """
+    _check_experts(values)
     yield _cut(values)
     given = {key: value for key, value in values.items() if key not in derived}
     yield _cut(given, layers_of_a_kind=2)
@@ -291,6 +293,16 @@ def _replace(value: Any, size: int, least: int = 1) -> Any:
     if is_number and value >= least:
         return size
     return value
+
+
+def _check_experts(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a token has more experts than there are, which a small model hides."""
+    counts = {key: value for key, value in values.items() if type(value) is int and value > 0}
+    n_experts = [(key, counts[key]) for key in _EXPERTS if key in counts]
+    for per_token in _EXPERTS_PER_TOKEN:
+        for key, n in n_experts:
+            if counts.get(per_token, 0) > n:
+                raise ConfigError(f"{per_token}: {counts[per_token]} exceeds {key} {n}")
 
 
 def _cut_experts(small: dict[str, Any]) -> None:

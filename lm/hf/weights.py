@@ -50,6 +50,7 @@ from lm.hf.files import (
 from lm.hf.quantized import quantization_of
 from lm.launch.console import warn
 from lm.metrics.device import GIB, peak_memory_gib
+from lm.model_config import MAX_SIZE
 from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import lora
@@ -61,6 +62,7 @@ from lm.transformers_model import (
     convert_weights,
     measure_sizes,
     new_model,
+    one_line_errors,
     text_config,
 )
 from lm.units import format_bytes
@@ -225,25 +227,28 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
     """
     quantization_of(raw)
     values = text_config(raw)
-    examination = examine(values)
-    refusals = examination.refusals()
-    if refusals:
-        raise ConfigError(*refusals)
     length = DEFAULT_LENGTH
     for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if isinstance(values.get(key), int):
             length = values[key]
+            if not 0 < length <= MAX_SIZE:
+                raise ConfigError(f"{key}: {length} is not between 1 and {MAX_SIZE}")
             break
+    examination = examine(values)
+    refusals = examination.refusals()
+    if refusals:
+        raise ConfigError(*refusals)
     examined = examination.examined(values)
     if examined.longest_row is not None:
         length = min(length, examined.longest_row.n_tokens)
-    return TransformersConfig(
-        transformers_config=values,
-        examined=examined,
-        vocab_size=values["vocab_size"],
-        max_seq_len=length,
-        **measure_sizes(build_network(transformers_model.read_config(values)))._asdict(),
-    )
+    with one_line_errors(str(values["model_type"])):
+        return TransformersConfig(
+            transformers_config=values,
+            examined=examined,
+            vocab_size=values["vocab_size"],
+            max_seq_len=length,
+            **measure_sizes(build_network(transformers_model.read_config(values)))._asdict(),
+        )
 
 
 DEFAULT_LENGTH = 2048

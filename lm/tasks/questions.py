@@ -21,7 +21,7 @@ from lm.data.json_lines import load_json
 from lm.data.signatures import advise_encoding
 from lm.errors import ConfigError, error_prefix, nearest_file, oserror_as_config_error
 from lm.fields import Config, Logged, Needs, Unlogged
-from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
+from lm.fileio import MAX_JSON_BYTES, home_path, parse_json, read_bytes
 from lm.launch.requirements import requires
 from lm.tasks.task import Choice, Context, Message, Norm, Question, Task
 
@@ -106,7 +106,7 @@ def read_tasks(names: Sequence[str], limit: int | None = None) -> list[Task]:
 def _find_task(name: str) -> tuple[str, _Source]:
     """Return the name of the task in metrics, and its source."""
     if name.endswith(_JSON_LINES) or "/" in name:
-        path = Path(name).expanduser()
+        path = home_path(name)
         # It is part of the names of metrics.
         label = re.sub(r"[^A-Za-z0-9_-]+", "_", path.name.partition(".jsonl")[0]).strip("_-")
         if not path.exists():
