@@ -33,7 +33,7 @@ from lm.metrics.logger import MetricLogger
 from lm.metrics.sinks import JSONL
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
-from tests.support import PATIENCE
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -476,6 +476,27 @@ def test_console_without_a_terminal_prints_a_line(
     )
     assert re.search(r"validation +step +10/100 +loss +2.5000 +perplexity 12.18\n", output)
     assert re.search(r"loss +2.5000 +arc_easy acc 0.250 +arc_easy bpb 1.500\n", output)
+
+
+def test_console_shows_what_training_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    table = page.partition("## Training\n")[2].partition("\n- ")[0]
+    reported = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert {"skipped_steps", "idle_experts"} <= set(reported)
+    logger = started(tmp_path)
+    outputs: list[str] = []
+    for value in (0, 37):
+        logger.log("training", 10, dict.fromkeys(reported, value))
+        outputs.append(capsys.readouterr().out)
+    logger.close()
+    usual, unusual = outputs
+    # tokens_per_second says it.
+    assert len(re.findall(r"(?<=\s)3\.?7", unusual)) == len(reported) - 1
+    for label in ("skipped steps", "waiting for data", "blocked by saving", "idle experts"):
+        assert label in unusual
+        assert label not in usual
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])

@@ -6,6 +6,7 @@ To add a sink, write a subclass of `Sink` and create it in `MetricLogger`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from determined import core
 
@@ -242,20 +243,34 @@ class CoreAPI(Sink):
         self._background.close()
 
 
-_FORMATS = {
-    "loss": ("loss", "7.4f"),
-    "perplexity": ("perplexity", "<7.4g"),
-    "bits_per_byte": ("bits per byte", ".3f"),
-    "reward_accuracy": ("accuracy", ".3f"),
-    "reward_margin": ("margin", "<7.4g"),
-    "lr": ("lr", ".2e"),
-    "grad_norm": ("grad norm", "<6.3g"),
-    "tokens_per_second": ("tokens/s", "7,.0f"),
-    "mfu": ("MFU", "5.1%"),
-    "peak_memory_gib": ("GiB", ".1f"),
-    "allocation_retries": ("allocation retries", ".0f"),
+class _Shown(NamedTuple):
+    """How the console shows a metric."""
+
+    label: str
+    format_spec: str
+    above: float = -math.inf
+    """only greater values are shown"""
+
+
+_SHOWN = {
+    "loss": _Shown("loss", "7.4f"),
+    "perplexity": _Shown("perplexity", "<7.4g"),
+    "bits_per_byte": _Shown("bits per byte", ".3f"),
+    "reward_accuracy": _Shown("accuracy", ".3f"),
+    "reward_margin": _Shown("margin", "<7.4g"),
+    "lr": _Shown("lr", ".2e"),
+    "grad_norm": _Shown("grad norm", "<6.3g"),
+    "tokens_per_second": _Shown("tokens/s", "7,.0f"),
+    "mfu": _Shown("MFU", "5.1%"),
+    "peak_memory_gib": _Shown("GiB", ".1f"),
+    "skipped_steps": _Shown("skipped steps", ".0f", above=0),
+    "waiting_for_data_percent": _Shown("% waiting for data", ".0f", above=5),
+    "save_stall_seconds": _Shown("s blocked by saving", ".0f", above=1),
+    "busiest_expert_percent": _Shown("% to the busiest expert", ".0f"),
+    "idle_experts": _Shown("idle experts", ".0f", above=0),
+    "allocation_retries": _Shown("allocation retries", ".0f", above=0),
 }
-"""Labels and formats of the metrics that the console shows."""
+"""Metrics of reports, in the order in which the console shows them."""
 _COLORS = {"training": "cyan", "validation": "green", "sample": "magenta"}
 
 
@@ -311,9 +326,10 @@ class Console(Sink):
 
     def _shown(self, record: Record) -> list[str]:
         shown: list[str] = []
-        for key, (label, spec) in _FORMATS.items():
-            if key in record.fields:
-                shown.append(f"{self._dark(label)} {record.fields[key]:{spec}}")
+        for key, how in _SHOWN.items():
+            if key in record.fields and record.fields[key] > how.above:
+                value = format(record.fields[key], how.format_spec)
+                shown.append(f"{self._dark(how.label)} {value}")
         for key, value in record.fields.items():
             if key.startswith("loss_"):  # of a validation set
                 shown.append(f"{self._dark(key)} {value:.4f}")
