@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -132,6 +132,8 @@ class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
+T = TypeVar("T")
+OfRope = Annotated[T, Needs("positions", ("rope",))]
 VocabSize = Annotated[int, Field(gt=1, le=2**24)]
 
 
@@ -223,8 +225,10 @@ class ModelConfig(Config, frozen=True):
         description="positions that a pretrained model was made for, which an export states: with"
         " positions: learned the rows of its table; null = max_seq_len",
     )
-    rope_theta: Fixed[float] = Field(10000.0, gt=0, description="base of the rotary wavelengths")
-    rope_scaling: Fixed[RopeScaling | None] = Field(
+    rope_theta: OfRope[Fixed[float]] = Field(
+        10000.0, gt=0, description="base of the rotary wavelengths"
+    )
+    rope_scaling: OfRope[Fixed[RopeScaling | None]] = Field(
         None, description="scaling of the rotary frequencies (a mapping)"
     )
     ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
@@ -348,11 +352,9 @@ class ModelConfig(Config, frozen=True):
         if self.positions == "learned" and n_rows is not None and self.max_seq_len > n_rows:
             problem = f"{self.max_seq_len} exceeds n_positions {n_rows}"
             yield f"max_seq_len: {problem}, the rows of the learned table"
-        if self.rope_scaling is None:
+        if self.rope_scaling is None or self.positions != "rope":
             return
-        if self.positions != "rope":
-            yield "rope_scaling: needs positions: rope"
-        elif self.rope_theta <= 1:
+        if self.rope_theta <= 1:
             yield "rope_theta: rope_scaling needs a base above 1"
         elif self.head_width < 4:
             yield f"rope_scaling: needs 4 or more dimensions per head, not {self.head_width}"

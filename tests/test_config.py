@@ -20,6 +20,7 @@ from lm import command_line, strict_yaml
 from lm.config import __main__ as lm_config
 from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
 from lm.config.reading import load_hyperparameters, read_hyperparameters
+from lm.data.run_data import open_data
 from lm.errors import ConfigError
 from lm.fields import CHANGES, aliases_of, need_of
 from lm.presets import PRESETS
@@ -711,6 +712,8 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora_dropout": (0.5, {"lora_rank": 1}),
     "lora_targets": (["q_proj"], {"lora_rank": 1}),
     "base_dtype": ("nf4", {"lora_rank": 1}),
+    "rope_theta": (500000.0, {"positions": "rope"}),
+    "rope_scaling": ({"rope_type": "linear", "factor": 2.0}, {"positions": "rope"}),
     "decay_steps": (0.5, {"lr_schedule": "wsd"}),
     "muon_momentum": (0.5, {"optimizer": "muon"}),
     "min_lr_ratio": (0.5, {"lr_schedule": "cosine"}),
@@ -750,6 +753,44 @@ def test_key_that_nothing_reads_is_refused_or_dropped(
     hp = read_hyperparameters(both, [f"{needed}={default_text}"], "exp.yaml")
     assert hp.to_flat()[key] == json.loads(json.dumps(FIELDS[key].default))
     assert f"overrides {key}: " in capsys.readouterr().err, "what is dropped is said"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("n_positions", 10, "max_seq_len: 2048 exceeds n_positions 10"),
+        ("d_model", 100, "n_heads: 8 does not divide d_model 100"),
+        ("n_experts", 4, "ffn: relu has no experts"),
+    ],
+)
+def test_a_default_that_does_not_fit_to_a_key_is_said_at_its_line(
+    key: str, value: int, problem: str, refusal: Refusal
+) -> None:
+    error = refusal(f"hyperparameters:\n  seed: 1\n  {key}: {value}\n")
+    assert error.problems[0].startswith(f"exp.yaml:3: {key}: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"dataset": "text"}, "train_data"),
+        ({"dataset": "tokens", "vocab_size": 300}, "train_data"),
+        ({"dataset": "jsonl", "train_data": "x"}, "chat_template"),
+    ],
+)
+def test_homes_that_do_not_exist_are_refused(keys: dict[str, Any], key: str) -> None:
+    path = "~a user who does not exist/x"
+    hp = read_hyperparameters({"hyperparameters": keys | {key: path}}, [], "exp.yaml")
+    with pytest.raises(ConfigError, match=path):
+        open_data(hp.data, 300, 8, 1, seed=1)
+
+
+@pytest.mark.parametrize(("key", "value"), [("sample_rate", 2), ("prompt", "x")])
+def test_keys_of_samples_are_refused_without_samples(key: str, value: Any) -> None:
+    keys = {"dataset": "text", key: value}
+    read_hyperparameters({"hyperparameters": keys}, [], "exp.yaml")
+    with pytest.raises(ConfigError, match=f"^exp.yaml: {key}: needs num_tokens"):
+        read_hyperparameters({"hyperparameters": keys | {"num_tokens": 0}}, [], "exp.yaml")
 
 
 def test_all_problems_of_a_combination_are_listed() -> None:

@@ -26,7 +26,7 @@ def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
         *_find_problems_of_experts(hp),
     ]
     if problems:
-        raise ConfigError(*(f"{draft.label(key)}: {problem}" for key, problem in problems))
+        raise ConfigError(*(f"{draft.label(key, text)}: {text}" for key, text in problems))
 
 
 def _find_unread(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
@@ -53,6 +53,10 @@ def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, s
     if hp.optim.optimizer == "muon" and hp.parallel.cpu_offload:
         problem = "muon does not update parameters in host memory (cpu_offload: true)"
         yield "optimizer", f"{problem}; use adamw, or more ranks"
+    if hp.run.num_tokens == 0:
+        for key, value in {"sample_rate": hp.metrics.sample_rate, "prompt": hp.run.prompt}.items():
+            if value is not None:
+                yield key, f"needs num_tokens above 0, the tokens of a sample; or remove {key}"
     if hp.checkpoint.init_from is None:
         return
     for key in TransferConfig.model_fields:
@@ -86,6 +90,8 @@ def _find_problems_of_pairs(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     if hp.checkpoint.init_from is None:
         problem = "dpo prefers replies relative to the weights that it starts with"
         yield "objective", f"{problem}; set init_from to the fine-tuned model"
+    if hp.data.loss_on != "all":
+        yield "loss_on", "dpo learns from the replies of pairs only; remove loss_on"
     rates = {"lora_dropout": hp.lora.lora_dropout}
     if isinstance(hp.model, ModelConfig):
         rates["dropout"] = hp.model.dropout

@@ -35,8 +35,14 @@ class Draft:
         self.values[key] = value
         self.labels[key] = label
 
-    def label(self, key: str) -> str:
-        return self.labels.get(key, key)
+    def label(self, key: str, problem: str = "") -> str:
+        """Return where `key` is set, or else where the first key is set that `problem` names."""
+        if key in self.labels:
+            return self.labels[key]
+        for word in re.findall(r"\w+", problem):
+            if word in self.labels:
+                return f"{self.labels[word]}: {key}"
+        return key
 
     def refuse(self, key: str, problem: str, label: str | None = None) -> None:
         """Add an error of `key`; `label` names what is wrong if it is not where the key is set."""

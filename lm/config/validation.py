@@ -108,7 +108,7 @@ def _add_errors_of_relations(draft: Draft, problem: ErrorDetails) -> None:
     """Add the errors of a validator of the whole part: one per line, which starts with a key."""
     for line in _message(problem).splitlines():
         key = line.partition(":")[0]
-        error = ConfigError(draft.label(key) + line.removeprefix(key))
+        error = ConfigError(draft.label(key, line) + line.removeprefix(key))
         _add_error(draft, (key,), error)
 
 
