@@ -337,6 +337,8 @@ class Trainer:
             if host_bytes > 0:
                 size = format_bytes(host_bytes)
                 self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
+        if run.begins_with is not None:
+            self.world.on_rank0(self.store.announce, run.begins_with)
         start = run.start
         is_new = not run.resume_plan.resume_candidates
         if start.model is not None and (is_new or start.base is not None):

@@ -400,6 +400,32 @@ def test_start_is_remembered_until_the_first_checkpoint(
     assert ", step 3\n" in done.stdout
 
 
+KILL_IN_LOAD = """
+import signal
+from lm.checkpoint.checkpointer import SavedState
+
+def kill(self, state):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+SavedState.read_into = kill
+"""
+
+
+def test_start_is_remembered_while_its_weights_are_loaded(two_steps: Path, tmp_path: Path) -> None:
+    resume = f"resume={checkpoints_by_step(two_steps)[2]}"
+    run_fsdp(tmp_path, "max_steps=3", resume, script=KILL_IN_LOAD, code=-signal.SIGKILL)
+    assert ", step 2\n" in run_fsdp(tmp_path, "max_steps=3", code=0).stdout
+
+
+def test_start_whose_weights_cannot_be_loaded_is_forgotten(two_steps: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoints_by_step(two_steps)[2], damaged)
+    (weights,) = damaged.glob("model-*")
+    os.truncate(weights, 100)
+    run_fsdp(tmp_path, "max_steps=3", f"init_from={damaged}", code=1)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_start_at_step_0_of_a_run_with_reports_says_so(tmp_path: Path) -> None:
     for expected in (False, True):
         started = run_fsdp(tmp_path, "report_rate=1", script=KILL_IN_STEP, code=-signal.SIGKILL)

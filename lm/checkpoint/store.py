@@ -26,7 +26,7 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
 from lm.runtime.run_dir import TRANSFER_PREFIX, is_locked, release_leases, require_locked
-from lm.runtime.run_state import RunState, begin_run, read_state, write_state
+from lm.runtime.run_state import RunState, begin_run, has_files, read_state, write_state
 
 if TYPE_CHECKING:
     from determined import core
@@ -165,6 +165,9 @@ class CheckpointStore(ABC):
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         """Delete the checkpoints that are `expired`, and what killed saves left."""
 
+    def announce(self, state: RunState) -> None:  # noqa: B027
+        """Record a start before its weights are loaded, if it has no files to move aside."""
+
     def begin(self, state: RunState, *, fresh: bool) -> None:  # noqa: B027
         """Record a start that does not resume from a checkpoint of this run, off the cluster.
 
@@ -273,6 +276,10 @@ class LocalCheckpoints(CheckpointStore):
         for prefix in (DELETED, TRANSFER_PREFIX):  # includes what kills left
             for path in self.path.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def announce(self, state: RunState) -> None:
+        if not has_files(self.path.parent):
+            write_state(self.path.parent, state)
 
     def begin(self, state: RunState, *, fresh: bool) -> None:
         begin_run(self.path.parent, state, fresh=fresh)

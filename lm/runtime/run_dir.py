@@ -50,7 +50,7 @@ from lm.runtime.lease import (
     in_use_error,
     is_held,
 )
-from lm.runtime.run_state import finish_move, read_state
+from lm.runtime.run_state import STATE, finish_move, read_state
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -128,6 +128,7 @@ class RunDir:
         with suppress(OSError):  # other files are there
             for path in self._subdirectories:
                 path.rmdir()
+            (self.path / STATE).unlink(missing_ok=True)  # of a start whose weights were not loaded
             if [*self.path.iterdir()] == [self._lock]:
                 self._lock.unlink()
                 os.removedirs(self.path)  # with `RUNS`, if it is empty now
