@@ -36,7 +36,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.location import Location, UrlLocation
-from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from lm.checkpoint.manifest import MANIFEST, WEIGHTS, CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import LocalCheckpoints
 from lm.config.reading import read_hyperparameters
@@ -214,7 +214,7 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     errors = [str(refused.value)]
     if world.rank == 1:  # damage its download of the file that rank 0 verifies on a shared disk
         download = UrlLocation.download
-        UrlLocation.download = lambda self, directory: flip_last_bit(download(self, directory))
+        UrlLocation.download = lambda self, *args: flip_last_bit(download(self, *args))
     (root / "shared").mkdir(exist_ok=True)
     with (
         open_checkpointer(world, root / "shared") as on_disk,
@@ -293,8 +293,8 @@ def test_checkpoint_verify_of_a_url(
 ) -> None:
     copies: list[int] = []
 
-    def download_and_count(self: UrlLocation, directory: Path) -> Path:
-        path = download(self, directory)
+    def download_and_count(self: UrlLocation, *args: Any) -> Path:
+        path = download(self, *args)
         copies.append(len(list(tmp_path.glob(f"*/*/{MANIFEST}"))))
         return path
 
@@ -317,7 +317,8 @@ def test_checkpoint_verify_of_a_url(
 @pytest.mark.slow
 def test_find_checkpoint_downloads_a_url(two_machines: TwoMachines) -> None:
     folder = find_checkpoint(f"{two_machines.url}/checkpoints/{two_machines.uuids[2]}")
-    verify(folder, read_manifest(folder))
+    assert verify(folder, read_manifest(folder), parts=WEIGHTS)
+    assert not list(folder.glob("optim-*"))
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ class UrlLocation(Location):
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
             yield self.download(Path(directory) / self.name, parts)
 
-    def download(self, directory: Path, parts: Collection[str]) -> Path:
+    def download(self, directory: Path, parts: Collection[str] = PARTS) -> Path:
         """Download `parts` of the checkpoint to the new directory `directory` and return it.
 
         Raises:
