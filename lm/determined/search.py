@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,8 +34,6 @@ class Searcher:
     """what `max_time` counts"""
     max_time: int
     """0 = not set"""
-    rungs: Sequence[int]
-    """values of `time_metric` at which trials are compared, in ascending order; empty = unknown"""
     max_steps: int
     """the last step, which is validated too"""
     validation_rate: int
@@ -48,16 +45,12 @@ class Searcher:
     ) -> Searcher:
         """Read the searcher from the config of a trial's experiment."""
         searcher = experiment["searcher"]
-        rungs: list[int] = []
-        if searcher["name"] == "adaptive_asha" and searcher.get("max_time"):
-            rungs = adaptive_asha_rungs(searcher)
         return cls(
             name=searcher["name"],
             metric=searcher["metric"],
             smaller_is_better=searcher.get("smaller_is_better", True),
             time_metric=searcher.get("time_metric"),
             max_time=searcher.get("max_time") or 0,
-            rungs=rungs,
             max_steps=max_steps,
             validation_rate=validation_rate,
         )
@@ -137,51 +130,6 @@ class Searcher:
                 f" place; use max_time {self.max_steps}, or max_steps {self.max_time}"
             )
         return None
-
-    def validation_after(self, step: int) -> int:
-        """Return the first step at or after `step` at which the trial is validated."""
-        n_validations = math.ceil(step / self.validation_rate)
-        return min(n_validations * self.validation_rate, self.max_steps)
-
-
-def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
-    """Return the rungs of Determined's adaptive ASHA, in ascending order.
-
-    Rung k of a bracket with n rungs is `max_time / divisor^(n-1-k)`, so that the rungs of the
-    bracket with the most rungs contain those of all others. As in version 0.38.1: `makeRungs` in
-    master/pkg/searcher/asha_stopping.go.
-    """
-    n_rungs = rungs_of_brackets(searcher)[0]
-    max_time = searcher["max_time"]
-    divisor = searcher.get("divisor", 4)
-    return [_divide(max_time, divisor, k) for k in reversed(range(n_rungs))]
-
-
-def _divide(max_time: int, divisor: float, k: int) -> int:
-    """Return `max_time / divisor^k`, rounded down, at least 1."""
-    try:
-        return max(int(max_time / divisor**k), 1)
-    except OverflowError:  # of divisor^k
-        return 1
-
-
-def rungs_of_brackets(searcher: Mapping[str, Any]) -> list[int]:
-    """Return the number of rungs of each bracket of Determined's adaptive ASHA, in falling order.
-
-    As in version 0.38.1: `makeBrackets` in master/pkg/searcher/adaptive_asha.go, defaults in
-    schemas/expconf/v0/searcher-adaptive-asha.json.
-    """
-    bracket_rungs = searcher.get("bracket_rungs")
-    if bracket_rungs:
-        return sorted(bracket_rungs, reverse=True)
-    # The first rung, max_time / divisor^(n-1), is at least one step, and max_trials /
-    # divisor^(n-1), the number of trials that reach the last rung, at least one trial.
-    log_divisor = math.log(searcher.get("divisor", 4))
-    n_by_time = int(math.log(searcher["max_time"]) / log_divisor) + 1
-    n_by_trials = int(math.log(searcher["max_trials"]) / log_divisor) + 1
-    most = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
-    fewest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}
-    return list(range(most, fewest[searcher.get("mode", "standard")] - 1, -1))
 
 
 class SearchStop:

@@ -1,4 +1,4 @@
-"""Searchers that cannot work with a trial, and the rungs of adaptive ASHA."""
+"""Searchers that cannot work with a trial."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lm.determined.search import Searcher, adaptive_asha_rungs
+from lm.determined.search import Searcher
 from lm.errors import ConfigError
 from tests.support import REPOSITORY
-from tests.support.cluster.searcher import Halving
 
 SEARCH = yaml.safe_load((REPOSITORY / "recipes" / "search.yaml").read_text())
 METRICS = ["loss", "perplexity", "bits_per_byte", "loss_wiki"]
@@ -76,33 +75,3 @@ def test_searcher_check_without_stops_needs_only_the_metric(name: str) -> None:
     assert problems(10, 25, name=name, metric="loss_wiki") == ()
     (problem,) = problems(10, 25, name=name, metric="val_loss")
     assert "searcher.metric" in problem
-
-
-@pytest.mark.parametrize(
-    ("searcher", "rungs"),
-    [
-        ({"max_time": 900, "max_trials": 10, "divisor": 3}, [100, 300, 900]),
-        (
-            {"max_time": 1000, "max_trials": 10, "divisor": 2.0, "mode": "conservative"},
-            [125, 250, 500, 1000],
-        ),
-        ({"max_time": 6400, "max_trials": 1024}, [25, 100, 400, 1600, 6400]),
-        ({"max_time": 400, "max_trials": 32, "max_rungs": 3}, [25, 100, 400]),
-        ({"max_time": 3, "max_trials": 100}, [3]),
-        ({"max_time": 100, "max_trials": 1}, [100]),
-    ],
-)
-def test_adaptive_asha_rungs_are_of_the_longest_bracket(
-    searcher: dict[str, Any], rungs: list[int]
-) -> None:
-    assert adaptive_asha_rungs(searcher) == rungs
-    assert (
-        Halving({"searcher": searcher | {"name": "adaptive_asha"}, "hyperparameters": {}}).rungs
-        == rungs
-    )
-
-
-def test_rungs_beyond_the_range_of_floats_are_of_one_step() -> None:
-    rungs = adaptive_asha_rungs({"max_time": 16, "max_trials": 9, "bracket_rungs": [600]})
-    assert rungs[-3:] == [1, 4, 16]
-    assert set(rungs[:-3]) == {1}
