@@ -18,10 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.data.chat_template import ChatTemplate, RenderedChat
+from lm.data.chat_template import ChatTemplate
 from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader
-from lm.data.probe import TemplateProbe
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.file_tokenizer import FileTokenizer
@@ -258,7 +257,7 @@ def test_chat_keys_that_the_template_ignores_are_refused(tmp_path: Path) -> None
     assert "messages[1].thinking" in str(error.value)
     assert "messages[1].name" in str(error.value)
     assert "messages[0]" not in str(error.value)
-    reads = llama(CHAT_TEMPLATE + "{{ messages[1].name }}{{ messages[1].reasoning_content }}")
+    reads = llama(CHAT_TEMPLATE + "{{ messages[1].name }} {{ messages[1].reasoning_content }}")
     assert "bob" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
     assert "hm" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
 
@@ -693,29 +692,6 @@ def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
     assert "thinking" not in (JsonlDataset([file], tokenizer, 512).note or "")
 
 
-def test_template_is_asked_once_for_chats_of_the_same_roles_and_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = llama("{{ messages | tojson }}{{ tools | tojson }}")
-    render = tokenizer.render
-    asked = []
-
-    def count(messages: list[Any], tools: Any) -> RenderedChat:
-        asked.append(messages)
-        return render(messages, tools=tools)
-
-    monkeypatch.setattr(tokenizer, "render", count)
-    probe = TemplateProbe(tokenizer)
-    for i in range(20):
-        called = said("assistant", "", tool_calls=calls(f"name {i}"))
-        called["tool_calls"][0]["function"]["arguments"] = {f"x{n}": n for n in range(i + 1)}
-        result = said("tool", f"result {i}", name=f"name {i}", tool_call_id="000000000")
-        chat = [said("user", f"question {i}"), called, result]
-        tools = [{"name": f"name {n}", "parameters": {"type": "object"}} for n in range(i + 1)]
-        assert not probe.find_unwritten(chat, ["", "", ""], tools, "")
-    assert len(asked) == 1
-
-
 def test_tags_that_a_template_cuts_off_are_no_content(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
@@ -933,6 +909,10 @@ INVALID = {
     "arguments": (
         '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[1"}}]}]}',
         'messages[0].tool_calls: arguments are "[1"',
+    ),
+    "calls": (
+        '{"messages": [{"role": "assistant", "content": "", "tool_calls": "f(1)"}]}',
+        'messages[0]: tool_calls is "f(1)", not a list',
     ),
     "nested": (
         '{"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"a": %s}}]}]}'

@@ -423,11 +423,13 @@ def test_keys_of_messages_can_have_other_names() -> None:
 
 
 def test_what_a_template_reads_of_messages_is_kept() -> None:
-    reads = tokenizer_of("{% for m in messages %}{{ m.country }}{{ m['content'] }}</s>{% endfor %}")
+    reads = tokenizer_of(
+        "{% for m in messages %}{{ m.country }}: {{ m['content'] }}</s>{% endfor %}"
+    )
     renderer = RecordRenderer(reads, RecordFields(), completion_only=False)
     messages = [{"role": "user", "content": "Q", "country": "Peru"}]
     (found,) = renderer.render_lines([Record("file:1", {"messages": messages}, 0)])
-    assert found.text == "PeruQ</s>"
+    assert found.text == "Peru: Q</s>"
     prose = tokenizer_of("A loss of country.{% for m in messages %}{{ m.content }}{% endfor %}")
     renderer = RecordRenderer(prose, RecordFields(), completion_only=False)
     with pytest.raises(ConfigError, match="country: not read"):

@@ -68,10 +68,13 @@ class MessageReader:
             place = f"{value.place}[{i}]"
             message = self._select(turn, place, values)
             message["role"] = self._read_role(message.get("role"), place)
-            calls = decode(message.get("tool_calls"))
+            calls = decode(message.pop("tool_calls", None)) or []
+            if not isinstance(calls, list):
+                shown = json.dumps(calls)[:60]
+                raise ConfigError(f"{place}: tool_calls is {shown}, not a list of calls")
             if "content" in message or not calls:
                 message["content"] = _read_content(message.get("content"), place)
-            if isinstance(calls, list):
+            if calls:
                 calls_place = f"{place}.tool_calls"
                 message["tool_calls"] = [
                     self._read_call(call, calls_place, nullable) for call in calls

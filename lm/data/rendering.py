@@ -26,9 +26,9 @@ from lm.data.messages import (
     as_texts,
     find_arguments,
 )
-from lm.data.probe import TemplateProbe
 from lm.data.record_fields import RecordFields, check_text
 from lm.data.tokenizer.loading import Tokenizer
+from lm.data.unwritten import find_unwritten
 from lm.errors import ConfigError, limit_problems
 from lm.units import format_count
 
@@ -245,23 +245,15 @@ class RecordRenderer:
     def _check_written(self, messages: Sequence[Message], chat: Chat, text: str) -> None:
         """Raise ConfigError if the chat template leaves out strings of a chat."""
         places = [turn.place for turn in chat.turns]
-        unwritten = self._probe.find_unwritten(messages, places, chat.tools, text)
-        if not unwritten:
-            return
-        lost = dict.fromkeys(place.key for place in unwritten if not place.is_earlier_thinking)
-        if lost:
+        unwritten = find_unwritten(messages, places, chat.tools, text)
+        if unwritten.lost:
             template = self.tokenizer.find_template(chat.tools)
-            problem = f"{template.name} leaves out {', '.join(lost)}"
-            remedy = (
-                "rename the role or the key, remove it, or set chat_template to one that writes it"
-            )
+            problem = f"{template.name} leaves out {', '.join(unwritten.lost)}"
+            remedy = "rename the role or the key, remove it, or set another chat_template"
             raise ConfigError(f"{problem}; {remedy}")
-        what = "record without the thinking of earlier replies, which the chat template leaves out"
-        self.notes[what] += 1
-
-    @functools.cached_property
-    def _probe(self) -> TemplateProbe:
-        return TemplateProbe(self.tokenizer)
+        if unwritten.thinking:
+            what = "record without the thinking of earlier replies"
+            self.notes[f"{what}, which the chat template leaves out"] += 1
 
     def _check_end_of_turn(self, tools: Any) -> None:
         """Raise ConfigError if no text after a reply is a target: the model would never stop."""

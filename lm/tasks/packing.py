@@ -5,7 +5,6 @@ The sequences are divided into batches, which depend on the task, the tokenizer 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm.data.probe import TemplateProbe
 from lm.data.tokenizer.loading import Tokenizer
+from lm.data.unwritten import find_unwritten
 from lm.errors import ConfigError, error_prefix
 from lm.tasks.task import Context, Norm, Question, Task
 from lm.transformers_config import AnyModelConfig
@@ -182,16 +181,12 @@ class _ContextWriter:
         messages = [message._asdict() for message in context]
         rendered = self._tokenizer.render(messages, add_generation_prompt=True)
         places = [f"messages[{i}]" for i in range(len(messages))]
-        unwritten = self._probe.find_unwritten(messages, places, None, rendered.text)
-        if unwritten:
-            keys = ", ".join(dict.fromkeys(place.key for place in unwritten))
+        unwritten = find_unwritten(messages, places, None, rendered.text)
+        if unwritten.lost or unwritten.thinking:
+            keys = ", ".join([*unwritten.lost, *unwritten.thinking])
             problem = f"{self._tokenizer.find_template().name} leaves out {keys}"
             raise ConfigError(f"{problem}; use roles that it writes, e.g. user")
         return _Text(rendered.text, is_chat=True)
-
-    @functools.cached_property
-    def _probe(self) -> TemplateProbe:
-        return TemplateProbe(self._tokenizer)
 
 
 def _append(context: _Text, choice: str) -> _Text:

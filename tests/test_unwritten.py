@@ -1,0 +1,83 @@
+"""Strings of a chat that its text lacks are found, however the template encodes the others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lm.data.unwritten import find_unwritten
+
+
+def lost(text: str, tools: Any = None, **message: Any) -> list[str]:
+    messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""} | message]
+    unwritten = find_unwritten(messages, ["m[0]", "m[1]"], tools, text)
+    assert not unwritten.thinking
+    return unwritten.lost
+
+
+CONTENT = 'm[1].content of role "assistant"'
+HARD = 'He\'s "in" C:\\new\n\tétang \u2028 🙂'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HARD,
+        json.dumps(HARD),
+        json.dumps(HARD, ensure_ascii=False),
+        json.dumps(json.dumps({"x": HARD})),
+        HARD.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n"),
+        HARD.replace("\n", "\n    "),
+    ],
+)
+def test_a_string_that_is_encoded_is_found(text: str) -> None:
+    assert lost(f"[user] [assistant] {text}</s>", content=f"  {HARD}\n") == []
+    cut = text.replace("tang", "")
+    assert lost(f"[user] [assistant] {cut}</s>", content=HARD) == [CONTENT]
+
+
+@pytest.mark.parametrize("content", ["use", "sis", "User", "so"])
+def test_a_word_is_not_found_in_another_one(content: str) -> None:
+    assert lost("<sop>[user] [assistant] </s>", content=content) == [CONTENT]
+    assert lost(f"<sop>[user] [assistant] {content}</s>", content=content) == []
+
+
+def test_pieces_of_content_between_tags_are_found() -> None:
+    content = "<think>\nbecause of it\n</think>\n\nHello"
+    assert lost("<think>because of it</think>Hello", content=content) == []
+    assert lost("Hello", content=content) == [CONTENT]
+
+
+def test_names_and_arguments_of_calls_are_found() -> None:
+    function = {"name": "get_weather", "arguments": {"city": "Rome", "days": [1, {"x": "y"}]}}
+    calls = [{"type": "function", "id": "0", "function": function}]
+    assert lost(json.dumps(function), tool_calls=calls) == []
+    for word in ("get_weather", "city", "Rome", "days", "x", "y"):
+        text = json.dumps(function).replace(f'"{word}"', "")
+        assert lost(text, tool_calls=calls) == ["m[1].tool_calls"]
+
+
+def test_names_and_descriptions_of_tools_are_found() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "description": "Where?"}}}
+    tool = {"name": "get_weather", "description": 'The "weather".', "parameters": schema}
+    assert lost('get_weather(city) # Where? The \\"weather\\".', [tool]) == []
+    for missing in ("get_weather", "city", "Where?", "weather"):
+        text = json.dumps(tool).replace(missing, "")
+        assert lost(text, [{"type": "function", "function": tool}]) == ["tools"]
+
+
+@pytest.mark.parametrize("content", ["<think>\ncedar\n</think>\n\nbasil", "basil"])
+def test_thinking_of_earlier_replies_is_told_apart(content: str) -> None:
+    reply = {"role": "assistant", "content": content}
+    if content == "basil":
+        reply |= {"reasoning_content": "cedar"}
+    messages = [{"role": "user", "content": "amber"}, reply] * 2
+    places = ["0", "1", "2", "3"]
+    found = find_unwritten([*messages, messages[0]], [*places, "4"], None, "amber basil")
+    assert (len(found.thinking), found.lost) == (2, [])
+    found = find_unwritten(messages, places, None, "amber basil")
+    assert (len(found.thinking), len(found.lost)) == (1, 1)
+    found = find_unwritten([*messages, messages[0]], [*places, "4"], None, "amber")
+    assert len(found.lost) == 2
