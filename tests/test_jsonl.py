@@ -31,7 +31,6 @@ from lm.storage.cache import cache_directory
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support.hyperparameters import TINY, named_keys
-from tests.support.jq import make_lines
 from tests.support.tokenizer_files import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
@@ -997,11 +996,11 @@ def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "advice"),
     [
-        ("a.csv", "prompt,completion", r"pandas.read_csv\(OLD\)"),
-        ("a.csv", "prompt;completion", r"read_csv\(OLD, sep=';'\)"),
-        ("a.tsv", "prompt\tcompletion", r"read_csv\(OLD, sep='\\t'\)"),
-        ("a.json", '{\n"train": []}', r"jq -c \. .* jq -c '.KEY\[\]' OLD > NEW"),
+        ("a.csv", "prompt,completion", r"'DIRECTORY/\*\*/\*.jsonl'"),
         ("README.md", "# Chats", r"'DIRECTORY/\*\*/\*.jsonl'"),
+        ("a.json", '{\n"train": []}', "each line must be one JSON object"),
+        ("a.jsonl", "// of the web\n{}", "JSON has no comments"),
+        ("a.jsonl", "{'text': 'a'}", "strings only in double quotes"),
     ],
 )
 def test_json_error_advises_by_suffix(name: str, content: str, advice: str, tmp_path: Path) -> None:
@@ -1010,33 +1009,13 @@ def test_json_error_advises_by_suffix(name: str, content: str, advice: str, tmp_
         JsonlDataset([tmp_path / name], BYTES, 8)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        json.dumps({"text": "a"}, indent=1),
-        json.dumps({"text": "a", "more": []}, indent=1).replace("{\n", "{"),
-        '// of the web\n{"text": "a"}\n',
-        ' # of the web\n{"text": "a"}\n',
-        "{'text': 'a', 'label': None}",
-    ],
-)
-def test_json_error_names_what_writes_lines(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=f"{file}:1: not valid JSON") as error:
-        JsonlDataset([file], BYTES, 8)
-    (record,) = make_lines(error.value, content)
-    assert record["text"] == "a"
-
-
 @pytest.mark.parametrize("second", ["// b", "{'text': 'b'}", ""])
 def test_json_array_with_a_mistake_is_named_by_its_line(second: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(f'[\n{{"text": "a"}},\n{second}\n]')
-    rules = "line [34], .*; correct it: JSON has no comments, no comma before "
-    with pytest.raises(ConfigError, match=rules) as error:
+    rules = "line [34], .*; JSON has no comments, no comma before "
+    with pytest.raises(ConfigError, match=rules):
         JsonlDataset([file], BYTES, 8)
-    assert "jq" not in str(error.value)
 
 
 def test_json_error_has_one_line_number(tmp_path: Path) -> None:

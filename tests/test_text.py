@@ -6,12 +6,9 @@ import bz2
 import gzip
 import io
 import json
-import lzma
 import os
-import pickle
 import re
 import shlex
-import sqlite3
 import subprocess
 import sys
 import tarfile
@@ -23,9 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import safetensors.numpy
 import torch
-import zstandard
 
 from lm import prepare
 from lm.data.blocks import READ_BLOCK_BYTES, read_text_blocks
@@ -256,8 +251,13 @@ def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
 
 
 def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> None:
-    starts = {"a.png": b"\x89PNG\r\n\x1a\n", "b.png": b"\x89PNG\r\n", "c.pdf": b"%PDF-1.7\n"}
-    starts |= {"d.docx": b"PK\x03\x04", "x/e.md": b"text", "x/f.md": b"text", "g.txt": b"text"}
+    starts = {"a.png": b"\x89PNG\r\n\x1a\n\0", "b.pdf": b"%PDF-1.7\n\0", "c.txt": POINTER}
+    starts |= {
+        "d.docx": b"PK\x03\x04\x14\0",
+        "x/e.md": b"text",
+        "x/f.md": b"text",
+        "g.txt": b"text",
+    }
     for name, content in starts.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -267,7 +267,7 @@ def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> N
     (problem,) = refused.value.problems
     assert problem.startswith(f"{tmp_path}: 4 of 7 files ")
     globs = (f"'{tmp_path}/**/*.md' or '{tmp_path}/**/*.txt'", "move the other files away")
-    for part in ("2 x PNG image (a.png)", "1 x PDF (c.pdf)", ".docx", *globs):
+    for part in ("3 x file with NUL bytes (a.png)", "1 x Git LFS pointer (c.txt)", *globs):
         assert part in problem
 
 
@@ -297,51 +297,27 @@ def add_to_tar(file: io.BytesIO) -> None:
         archive.addfile(member, io.BytesIO(LINES))
 
 
-def database() -> bytes:
-    connection = sqlite3.connect(":memory:")
-    connection.execute("create table a (text)")
-    return connection.serialize()
-
-
 LINES = b'{"text": "a"}\n' * 99
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
-TABLE = pa.table({"text": ["a"]})
+NUL = "file with NUL bytes.*the first is byte .*iconv -f UTF-16LE "
 NOT_TEXT = {
-    "tar": (written_by(add_to_tar), "tar archive.*tar -xf "),
-    "bz2": (bz2.compress(LINES), "bzip2 file.*bunzip2 "),
-    "empty bz2": (bz2.compress(b""), "bzip2 file.*bunzip2 "),
-    "xz": (lzma.compress(LINES), "xz file.*xz -d "),
-    "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "7z archive.*7z x "),
-    "gzip": (gzip.compress(LINES), "gzip file.*gzip -dc "),
-    "zstd": (zstandard.compress(LINES), "Zstandard file.*zstd -dc "),
+    "tar": (written_by(add_to_tar), NUL),
+    "bz2": (bz2.compress(LINES), "file with NUL bytes|is not UTF-8; it is binary"),
+    "gzip": (gzip.compress(LINES), NUL),
+    "npy": (written_by(lambda file: np.save(file, np.zeros(3))), NUL),
+    "parquet": (
+        written_by(lambda file: pq.write_table(pa.table({"text": ["a"]}), file)),
+        NUL,
+    ),
     "pointer": (POINTER, "Git LFS pointer.*git lfs pull"),
     "annex": (b"/annex/objects/MD5E-s9--00.txt\n", "git-annex pointer.*git annex get"),
     "annex link": (b"../.git/annex/objects/0x/MD5E-s9--00.txt", "git-annex pointer.*git annex get"),
     "dvc": (b"outs:\n- md5: 00\n  size: 9\n  path: a.txt\n", "DVC pointer.*dvc pull"),
-    "rtf": (rb"{\rtf1\ansi to be}", "RTF document"),
-    "postscript": (b"%!PS-Adobe-3.0\n", "PostScript document"),
-    "ar": (b"!<arch>\na.txt/  ", "ar archive.*ar x "),
-    "lzip": (b"LZIP\1\x0c", "lzip file.*lzip -d "),
-    "sqlite": (database(), "SQLite database"),
-    "pickle": (pickle.dumps(["a"]), "pickle"),
-    "old pickle": (pickle.dumps(["a"], 0), "pickle"),
-    "npy": (written_by(lambda file: np.save(file, np.zeros(3))), "NumPy array"),
-    "safetensors": (safetensors.numpy.save({"a": np.zeros(3)}), "safetensors file"),
-    "parquet": (
-        written_by(lambda file: pq.write_table(TABLE, file)),
-        r"Parquet table.*dataset: jsonl.*pandas.read_parquet\(OLD\).to_json",
-    ),
-    "png": (b"\x89PNG\r\n\x1a\n", "PNG image.*tesseract "),
-    "pdf": (b"%PDF-1.7\n", "PDF.*pdftotext "),
-    "hdf5": (b"\x89HDF\r\n\x1a\n", "HDF5 file.* ids with python -m lm.prepare"),
-    "NUL": (b"to be\0", "byte 5 is NUL.*tr -d"),
-    "UTF-16LE": ("text".encode("utf-16-le"), "byte 1 is NUL, .*iconv -f UTF-16LE "),
+    "NUL": (b"to be\0", "file with NUL bytes.*the first is byte 5: "),
+    "UTF-16LE": ("text".encode("utf-16-le"), "the first is byte 1: .*iconv -f UTF-16LE "),
     "UTF-16": ('{"text": "a"}'.encode("utf-16"), "is UTF-16, .*iconv -f UTF-16 "),
     "UTF-32": ('{"text": "a"}'.encode("utf-32"), "is UTF-32, .*iconv -f UTF-32 "),
     "Latin-1": ('{"text": "ä"}'.encode("latin-1"), "byte 10 is not UTF-8.*iconv -f WINDOWS-1252 "),
-    "Shift JIS": ("日本語".encode("shift-jis"), "byte 0 is not UTF-8.*iconv -f ENCODING "),
-    "all NUL": (b"\0" * 99, "byte 0 is NUL, which text"),
-    "binary with NUL": (b"GGUF\3\0\0\0", "byte 5 is NUL.* it is binary"),
     "binary": (b'{"text": "\xff\x01"}', "byte 10 is not UTF-8; it is binary"),
 }
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -364,14 +340,13 @@ def test_content_that_is_not_text_is_named_by_each_reader(
     if compress is not None:
         path = path.with_name(f"{path.name}.gz")
         content = compress(content)
-        part = re.sub("(iconv -f|tr -d)", r"gzip -dc .+ \\| \1", part)
+        part = re.sub("(iconv -f)", r"gzip -dc .+ \\| \1", part)
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         READERS[suffix](path)
     (problem,) = caught.value.problems
     assert re.search(part, problem)
     assert str(path) in problem
-    assert ("iconv" in part) == ("iconv" in problem)
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])

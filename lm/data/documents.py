@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.data.blocks import decode_utf8, is_compressed, read_blocks, read_line_blocks
 from lm.data.json_lines import Record, read_json_lines
-from lm.data.signatures import advise_delimiter, check_pointer
+from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 from lm.units import format_count
 
@@ -147,7 +147,7 @@ def _read_fields(
     for place, row in rows:
         if len(row) != len(header):
             columns = f"{format_count(len(row), 'column')}, but the header has {len(header)}"
-            remedy = advise_delimiter(header) or dialect.remedy
+            remedy = dialect.remedy
             if len(row) > len(header) and not any(row[len(header) :]):
                 remedy = "name the empty columns at the end in the header, or delete them"
             raise ConfigError(f"{place}: has {columns}; {remedy}")

@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.data.blocks import read_line_blocks
-from lm.data.signatures import advise_encoding, find_delimiter, to_json_lines
+from lm.data.signatures import advise_encoding
 from lm.errors import ConfigError
 
-_RULES = (
-    "correct it: JSON has no comments, no comma before ] or }, and strings only in double quotes"
-)
-_FROM_PYTHON = (
-    "python -c 'import ast, json, sys; [print(json.dumps(ast.literal_eval(line)))"
-    " for line in sys.stdin]' < OLD > NEW"
-)
+_RULES = "JSON has no comments, no comma before ] or }, and strings only in double quotes"
 
 
 class RawLine(NamedTuple):
@@ -101,7 +95,7 @@ def _parse_json(content: bytes, place: str, path: Path) -> Any:
         if error.lineno > 1:  # of an array
             where = f"line {error.lineno}, character {error.colno}"
         problem = f"not valid JSON: {error.msg} at {where}"
-        raise ConfigError(f"{place}: {problem}; {_advise_json(path, error)}") from None
+        raise ConfigError(f"{place}: {problem}; {_advise_json(path)}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from None
     except ConfigError as error:
@@ -128,26 +122,8 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _advise_json(path: Path, error: json.JSONDecodeError) -> str:
+def _advise_json(path: Path) -> str:
     """Return what to do with a file that is not JSON Lines."""
-    suffixes = set(path.suffixes)
-    text = error.doc.lstrip()
-    if suffixes & {".csv", ".tsv"}:
-        delimiter = find_delimiter(text)
-        options = f", sep={delimiter!r}" if delimiter else ""
-        return f"convert it, in Python: {to_json_lines(f'read_csv(OLD{options})')}"
-    if not suffixes & {".jsonl", ".ndjson", ".json"}:
-        glob_of_lines = "'DIRECTORY/**/*.jsonl'"
-        return f"choose JSON Lines by a glob, e.g. {glob_of_lines}; dataset: text reads text"
-    if text.startswith(("//", "#")):
-        return "JSON has no comments; delete these lines, e.g. grep -vE '^ *(//|#)' OLD > NEW"
-    if text.startswith("{'"):
-        return f"these are values of Python, with other quotes; convert them, {_FROM_PYTHON}"
-    if text.startswith("["):
-        return _RULES
-    if error.pos < len(error.doc):
-        return f"each line must be one JSON object; {_RULES}"
-    remedy = "if an object has several lines, write each on one, jq -c . OLD > NEW"
-    if ".json" in suffixes:
-        remedy += ", or, if it has a list of records, jq -c '.KEY[]' OLD > NEW"
-    return f"each line must be one JSON object; {remedy}"
+    if not set(path.suffixes) & {".jsonl", ".ndjson", ".json"}:
+        return "choose JSON Lines by a glob, e.g. 'DIRECTORY/**/*.jsonl'; dataset: text reads text"
+    return f"each line must be one JSON object, or the file an array of them; {_RULES}"
