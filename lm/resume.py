@@ -104,9 +104,9 @@ def plan_resume(
             run's start, of which there is no checkpoint yet.
         CheckpointError: there are checkpoints, but none is complete.
     """
-    state = store.read_state() or RunState(resume=resume)
+    state = store.read_state() or RunState()
     # A restart whose first attempt failed before it recorded its start is a first start, too.
-    fresh = resume != "auto" and not (restarted and resume == state.resume)
+    fresh = resume != "auto" and not (restarted and state.resume in (None, resume))
     begins_with = RunState(resume=resume, init_from=init_from)
     if not fresh:
         with _weights_as_remedy(store):

@@ -27,7 +27,9 @@ _STAYS = re.compile(rf"lock(\.lease)?|lease|before-.*|{re.escape(STATE)}")
 class RunState(BaseModel, frozen=True, extra="forbid"):
     """The content of `state.json`."""
 
-    resume: str = Field("auto", description="the hyperparameter, as it was when the run started")
+    resume: str | None = Field(
+        None, description="the hyperparameter, as it was when the run started; null = unknown"
+    )
     resumed_from: str | None = Field(
         None, description="checkpoint that it resumed from, another run's or one in `before-*`"
     )
