@@ -112,29 +112,16 @@ def needs_kv_repeat(
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Return the rotary frequencies `(K/2,)`, float32, in radians per position.
 
-    Sources: Su et al., RoFormer (2021), equation 15. Of the scalings: Chen et al., Position
-    Interpolation (2023), for linear; Peng et al., YaRN (2023), section 3.2; Llama 3.1. Dynamic
-    scaling starts after the original context, to which it is limited here.
+    Sources: Su et al., RoFormer (2021), equation 15; of the scaling Llama 3.1.
     """
     width = config.head_width
     dims = torch.arange(0, width, 2, dtype=torch.float32, device=device)
-    periods = config.rope_theta ** (dims / width)
-    frequencies = 1.0 / periods
+    frequencies = 1.0 / config.rope_theta ** (dims / width)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    match scaling.rope_type:
-        case "dynamic":
-            return frequencies
-        case "linear":
-            return frequencies / scaling.factor
-        case "yarn":
-            kept = _yarn_kept_fraction(scaling, config.rope_theta, width, device)
-            scaled = 1.0 / (scaling.factor * periods)
-            return scaled * (1 - kept) + frequencies * kept
-        case "llama3":
-            kept = _llama3_kept_fraction(scaling, frequencies)
-            return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    kept = _kept_fraction(scaling, frequencies)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def rope_angles(config: ModelConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,55 +132,18 @@ def rope_angles(config: ModelConfig, position_ids: Tensor) -> tuple[Tensor, Tens
     """
     frequencies = rope_frequencies(config, position_ids.device)
     angles = position_ids.float()[..., None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.attention_scaling != 1:
-        cos = cos * scaling.attention_scaling
-        sin = sin * scaling.attention_scaling
-    return cos, sin
+    return angles.cos(), angles.sin()
 
 
-def _yarn_kept_fraction(
-    scaling: RopeScaling, theta: float, width: int, device: torch.device
-) -> Tensor:
-    """Return the fraction `(K/2,)` of each frequency that is not scaled.
-
-    It is 1 for those that turn at least beta_fast times in the original context, 0 for those that
-    turn at most beta_slow times, and linear in the dimension between them.
-    """
-    original = scaling.original_max_position_embeddings
-    assert original is not None
-
-    def find_dimension(n_turns: float) -> float:
-        """Solve original x theta^(-2 dimension / width) = 2 pi n_turns."""
-        return width * math.log(original / (n_turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first = find_dimension(scaling.beta_fast or 32)
-    last = find_dimension(scaling.beta_slow or 1)
-    if scaling.truncate is not False:
-        first = math.floor(first)
-        last = math.ceil(last)
-    first = max(first, 0)
-    last = min(last, width - 1)
-    if first == last:
-        last += 0.001
-    dims = torch.arange(width // 2, dtype=torch.float32, device=device)
-    return 1 - ((dims - first) / (last - first)).clamp(0, 1)
-
-
-def _llama3_kept_fraction(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+def _kept_fraction(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     """Return the fraction `(K/2,)` of each frequency that is not scaled.
 
     It is 0 for wavelengths longer than the original context / low_freq_factor, 1 for those shorter
     than the original context / high_freq_factor, and interpolated between them.
     """
-    original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    assert original is not None
-    assert low is not None
-    assert high is not None
     # Turns within the original context: few mean a long wavelength.
-    turns = original * frequencies / (2 * math.pi)
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 

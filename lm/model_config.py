@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     BaseModel,
     Field,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -27,109 +25,32 @@ IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 
 
-_YARN_OPTIONS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-ROPE_TYPES = {
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
-    "llama3": (
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    ),
-}
-"""Types of `rope_scaling` -> the keys that they use."""
-
-
 class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Scaling of rotary frequencies, for contexts longer than in pre-training.
+    """Llama 3's scaling of rotary frequencies, for contexts longer than in pre-training."""
 
-    It is saved as a mapping of the keys that are set.
-    """
-
-    rope_type: Literal["llama3", "linear", "dynamic", "yarn"] = Field(
+    rope_type: Literal["llama3"] = Field(
         "llama3",
-        description="linear divides all frequencies by factor, llama3 and yarn the low ones;"
-        " dynamic none, and sequences longer than the original context are refused",
+        exclude=True,
+        description="the only one; for others, set init_from to a model that has it",
     )
     factor: float = Field(gt=0, le=2**24, description="divisor of the low frequencies (a ratio)")
-    low_freq_factor: float | None = Field(
-        None, gt=0, description="llama3: wavelengths above the original context / this are scaled"
+    low_freq_factor: float = Field(
+        gt=0, description="wavelengths above the original context / this are scaled"
     )
-    high_freq_factor: float | None = Field(
-        None, gt=0, description="llama3: wavelengths below the original context / this are kept"
+    high_freq_factor: float = Field(
+        gt=0, description="wavelengths below the original context / this are kept"
     )
-    original_max_position_embeddings: int | None = Field(
-        None, gt=0, le=2**24, description="context length in pre-training (tokens); not for linear"
+    original_max_position_embeddings: int = Field(
+        gt=0, le=2**24, description="context length in pre-training (tokens)"
     )
-    beta_fast: float | None = Field(
-        None,
-        ge=0.001,
-        le=2**24,
-        description="yarn: keep what turns more often in the original context; null = 32",
-    )
-    beta_slow: float | None = Field(
-        None, ge=0.001, le=2**24, description="yarn: scale what turns less often in it; null = 1"
-    )
-    attention_factor: float | None = Field(
-        None, gt=0, description="yarn: factor of queries and keys; null = by factor and mscale"
-    )
-    mscale: float | None = Field(None, ge=0, description="yarn: see attention_factor")
-    mscale_all_dim: float | None = Field(None, ge=0, description="yarn: see attention_factor")
-    truncate: bool | None = Field(
-        None, description="yarn: round the range between both betas to dimensions; null = true"
-    )
-
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = RopeScaling.model_fields
-        values = serialize(self)
-        return {key: value for key, value in values.items() if value != fields[key].default}
-
-    @model_validator(mode="after")
-    def _check_keys(self) -> RopeScaling:
-        used = ROPE_TYPES[self.rope_type]
-        for key in RopeScaling.model_fields:
-            if key == "rope_type":
-                continue
-            is_set = getattr(self, key) is not None
-            if is_set and key not in used:
-                raise ValueError(f"{key}: rope_type {self.rope_type} does not use it; remove it")
-            if not is_set and key in used and key not in _YARN_OPTIONS:
-                raise ValueError(f"{key} is missing; rope_type {self.rope_type} needs it")
-        return self
 
     @model_validator(mode="after")
     def _check_factors(self) -> RopeScaling:
         low, high = self.low_freq_factor, self.high_freq_factor
-        if low is not None and high is not None and high <= low:
+        if high <= low:
             problem = f"high_freq_factor {high:g} must be greater than low_freq_factor {low:g}"
             raise ValueError(problem)
         return self
-
-    @property
-    def attention_scaling(self) -> float:
-        """Factor of the rotated queries and keys, with which yarn sharpens attention."""
-        if self.rope_type != "yarn":
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if not (self.mscale and self.mscale_all_dim):
-            return self._mscale_of(1.0)
-        return self._mscale_of(self.mscale) / self._mscale_of(self.mscale_all_dim)
-
-    def _mscale_of(self, mscale: float) -> float:
-        if self.factor <= 1:
-            return 1.0
-        return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 T = TypeVar("T")
@@ -358,13 +279,6 @@ class ModelConfig(Config, frozen=True):
             yield "rope_theta: rope_scaling needs a base above 1"
         elif self.head_width < 4:
             yield f"rope_scaling: needs 4 or more dimensions per head, not {self.head_width}"
-        original = self.rope_scaling.original_max_position_embeddings
-        if self.rope_scaling.rope_type == "dynamic" and self.max_seq_len > (original or 0):
-            # All positions would be rotated by the length of the sequence: a text would depend on
-            # what it is packed, padded or generated with.
-            problem = f"{self.max_seq_len} exceeds the original context of {original}"
-            remedy = f"use {original} or less, or set rope_scaling to linear or yarn"
-            yield f"max_seq_len: {problem}, as far as dynamic is supported; {remedy}"
 
     def _find_problems_of_experts(self) -> Iterator[str]:
         if self.n_experts is None:

@@ -72,22 +72,6 @@ LLAMA3_ROPE = {
 }
 """With theta 100 and heads of 8, wavelengths are 6 (kept), 20, 63 (interpolated), 199 (scaled)."""
 
-LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
-DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e3}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 1e2,
-}
-YARN_OPTIONS = {
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.5,
-    "truncate": False,
-}
-
 MODELS: dict[str, dict[str, Any]] = {
     "llama 1": LLAMA,
     "llama 2, 4 heads on 2": LLAMA | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
@@ -110,11 +94,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2, tied": QWEN2 | {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen2, window in no layer": QWEN2 | {"use_sliding_window": True, "sliding_window": 8},
     "qwen3": QWEN3,
-    "qwen3, yarn options": QWEN3 | {"rope_parameters": YARN_ROPE | YARN_OPTIONS},
     "qwen3, tied, head_dim 8": QWEN3 | {"tie_word_embeddings": True, "head_dim": 8},
     "olmo2": OLMO2,
     "olmo2, all heads": OLMO2 | {"num_key_value_heads": 4, "tie_word_embeddings": True},
-    "olmo2, linear scaling": OLMO2 | {"rope_parameters": LINEAR_ROPE},
     "gpt2": GPT2,
     "gpt2, untied": GPT2 | {"tie_word_embeddings": False},
     "gpt2, n_inner 48": GPT2 | {"n_inner": 48, "layer_norm_epsilon": 1e-6},
@@ -328,28 +310,11 @@ def test_export_states_the_positions_that_the_model_was_made_for(
     assert exported.max_position_embeddings == stated
 
 
-def test_dynamic_rope_scales_nothing_up_to_the_original_context(tmp_path: Path) -> None:
-    theirs = make_reference(
-        LLAMA | {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 16}
-    )
-    theirs.save_pretrained(tmp_path)
-    ours = load_folder(tmp_path)
-    inputs = TOKENS[:, :16]
-    assert (ours(inputs) - theirs(inputs).logits).abs().max() < 1e-5
-    with pytest.raises(ConfigError, match=r"max_seq_len: 17 exceeds the original context of 16"):
-        read_with_model_defaults({"init_from": str(tmp_path), "max_seq_len": 17})
-    written = config_json.write_config(ours.config, "float32", None)
-    assert written["max_position_embeddings"] == 16
-    assert written["rope_parameters"] == DYNAMIC_ROPE
-    _, again = config_json.read_config(written, "config.json")
-    assert again.structure() == ours.config.structure()
-
-
 @pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=lambda raw: raw["model_type"])
-@pytest.mark.parametrize("rope", [YARN_ROPE, LLAMA3_ROPE | {"rope_theta": 1e2}])
 def test_outer_original_max_position_embeddings_is_that_of_transformers(
-    family: dict[str, Any], rope: dict[str, Any], tmp_path: Path
+    family: dict[str, Any], tmp_path: Path
 ) -> None:
+    rope = LLAMA3_ROPE | {"rope_theta": 1e2}
     changes = {"original_max_position_embeddings": 32, "rope_parameters": rope}
     theirs = make_reference(copy.deepcopy(family | changes))  # which transformers changes
     theirs.save_pretrained(tmp_path)
@@ -624,12 +589,17 @@ def test_tokenizer_may_have_a_token_that_the_model_does_not(
             "rope_scaling: rope_type 'longrope' is not",
         ),
         (
-            OLMO2 | {"rope_scaling": {"type": "yarn", "factor": -4.0}},
+            OLMO2 | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling: rope_type 'yarn' is not supported",
+        ),
+        (
+            LLAMA | {"rope_scaling": LLAMA3_ROPE | {"factor": -4.0}},
             "rope_scaling.factor: Input should be greater than 0",
         ),
         (
-            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-            "rope_scaling: low_freq_factor is missing",
+            LLAMA
+            | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
+            "rope_scaling.low_freq_factor: Field required",
         ),
         (
             LLAMA | {"rope_parameters": {"rope_type": "mrope", "factor": 2.0}},

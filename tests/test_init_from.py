@@ -210,9 +210,9 @@ def test_init_from_refuses_keys_that_differ_from_the_model(sources: dict[str, Pa
 def test_init_from_warns_of_positions_the_model_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    llama3 = yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    limits = {"plain": (None, 64), "yarn": (yarn, 256), "llama3": (llama3, 64)}
+    llama3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64}
+    llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    limits = {"plain": (None, 64), "llama3": (llama3, 64)}
     for name, (scaling, limit) in limits.items():
         raw = copy.deepcopy(LLAMA | {"rope_scaling": scaling})  # to which transformers adds keys
         make_reference(raw).save_pretrained(tmp_path / name)
@@ -229,7 +229,7 @@ def test_init_from_warns_of_positions_the_model_lacks(
         assert line.startswith(f"max_seq_len: {limit + 1} exceeds the {limit} positions")
         assert "rope_scaling" in line
     with pytest.raises(ConfigError, match=r"rope_scaling: .*config\.json of a copy"):
-        read_with_model_defaults({"init_from": f"{tmp_path}/plain", "rope_scaling": yarn})
+        read_with_model_defaults({"init_from": f"{tmp_path}/plain", "rope_scaling": llama3})
 
 
 def test_init_from_refuses_text_without_a_tokenizer(

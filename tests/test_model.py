@@ -239,7 +239,6 @@ def test_causal_flops_count_attended_positions() -> None:
             "n_heads: .*even d_model / n_heads, not 3",
         ),
         ({"head_dim": 7, "positions": "rope"}, "head_dim: .*even head_dim, not 7"),
-        ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: .*positions: rope"),
         (
             {"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}},
             "high_freq_factor 1 ",
@@ -252,10 +251,9 @@ def test_model_config_refuses_an_invalid_structure(settings: dict[str, Any], key
 
 
 def test_rope_scaling_is_saved_with_the_keys_that_are_set() -> None:
-    """A checkpoint from when Llama 3's scaling was the only one holds no other keys."""
-    for scaling in (LLAMA3_SCALING, {"rope_type": "linear", "factor": 2.0}):
-        config = ModelConfig.model_validate({"positions": "rope", "rope_scaling": scaling})
-        assert config.model_dump()["rope_scaling"] == scaling
+    settings = {"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"rope_type": "llama3"}}
+    config = ModelConfig.model_validate(settings)
+    assert config.model_dump()["rope_scaling"] == LLAMA3_SCALING
 
 
 # ---- architecture; tests/test_hf.py compares the other families with transformers

@@ -800,10 +800,19 @@ def test_scores_of_tasks_are_those_of_transformers(kind: str, models: dict[str, 
     assert in_world(score) == pytest.approx(expected, abs=1e-4)
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "key"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("olmo2", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         (
             "qwen3",

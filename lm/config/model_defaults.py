@@ -160,7 +160,7 @@ def warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:
     if isinstance(model, TransformersConfig):
         limit = model.max_seq_len
     elif model.positions == "rope":
-        limit = _context_length(model)
+        limit = model.context_length
     else:
         return
     length = hp.model.max_seq_len
@@ -170,14 +170,3 @@ def warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:
     problem = f"{length} exceeds the {limit} positions for which {source} was made"
     remedy = f"use {limit} or less, or extend them by rope_scaling in {_CONFIG_OF_A_COPY}"
     warn(f"max_seq_len: {problem}; {remedy}")
-
-
-def _context_length(model: ModelConfig) -> int:
-    """Return the positions for which a pretrained model was made, or is extended by its scaling."""
-    length = model.context_length
-    scaling = model.rope_scaling
-    # With llama3, max_position_embeddings is that of the extended model.
-    if scaling is None or scaling.rope_type == "llama3":
-        return length
-    original = scaling.original_max_position_embeddings or length
-    return max(length, int(original * scaling.factor))

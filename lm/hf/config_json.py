@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from lm.errors import ConfigError, error_prefix
 from lm.hf.families import FAMILIES, MIXTURES, Family
 from lm.hf.quantized import quantization_of
-from lm.model_config import ROPE_TYPES, ModelConfig
+from lm.model_config import ModelConfig, RopeScaling
 from lm.presets import PRESETS
 
 _REQUIRED_EVERYWHERE = {
@@ -165,30 +165,20 @@ class _ConfigReader:
             self.problems.append(f"partial_rotary_factor: {problem}")
 
         rope_type = given.get("rope_type", given.get("type", "default"))
-        known = ["default", *ROPE_TYPES]
-        if rope_type not in known:
-            types = " or ".join(map(repr, known))
-            problem = f"rope_type {rope_type!r} is not supported, only {types}"
-            self.problems.append(f"{source}: {problem}")
+        if rope_type == "llama3":
+            rope["rope_scaling"] = self._read_scaling(given, values["max_seq_len"])
         elif rope_type != "default":
-            scaling = self._read_scaling(rope_type, given, values["max_seq_len"])
-            rope["rope_scaling"] = scaling | {"rope_type": rope_type}
+            problem = f"rope_type {rope_type!r} is not supported, only 'default' or 'llama3'"
+            self.problems.append(f"{source}: {problem}")
         return rope
 
-    def _read_scaling(
-        self, rope_type: str, given: Mapping[str, Any], max_seq_len: Any
-    ) -> dict[str, Any]:
-        """Return what `rope_scaling` has besides its type, of the `given` rotary parameters."""
-        scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
+    def _read_scaling(self, given: Mapping[str, Any], max_seq_len: Any) -> dict[str, Any]:
+        """Return `rope_scaling` of the `given` rotary parameters."""
+        scaling = {key: given[key] for key in RopeScaling.model_fields if key in given}
         key = "original_max_position_embeddings"
-        if key not in ROPE_TYPES[rope_type]:
-            return scaling
         scaling.setdefault(key, max_seq_len)
-        outer = self.raw.get(key)
-        if rope_type == "dynamic":  # it does not read the key
-            scaling[key] = max_seq_len
-        elif outer is not None:  # which transformers 5 prefers
-            scaling[key] = outer
+        if self.raw.get(key) is not None:  # which transformers 5 prefers
+            scaling[key] = self.raw[key]
         return scaling
 
 
@@ -307,15 +297,11 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     """Return the rotary keys of transformers 5, `rope_parameters`, and those of older versions."""
     scaling = None
     parameters: dict[str, Any] = {"rope_type": "default"}
-    written: dict[str, Any] = {}
     if config.rope_scaling is not None:
-        scaling = {"rope_type": config.rope_scaling.rope_type, **config.rope_scaling.model_dump()}
-        if config.rope_scaling.rope_type == "dynamic":  # transformers has it in this key
-            original = scaling.pop("original_max_position_embeddings")
-            written["max_position_embeddings"] = original
+        scaling = {"rope_type": "llama3", **config.rope_scaling.model_dump()}
         parameters = dict(scaling)
     parameters["rope_theta"] = config.rope_theta
-    return written | {
+    return {
         "rope_parameters": parameters,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
