@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -21,15 +22,20 @@ import pytest
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
+from lm.config.reading import load_hyperparameters
+from lm.data.run_data import open_data
 from lm.errors import ConfigError, RunError
+from lm.hf import adapters
+from lm.inputs import fingerprint_inputs
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment
-from lm.search.search import Search
+from lm.search.search import Search, find_changes
 from lm.search.trials import Devices
 from tests.soak_search import Soak, read_study, start
 from tests.support import PATIENCE
 from tests.support.forked import start_python
-from tests.support.hyperparameters import TINY
+from tests.support.hf import LLAMA, add_tokenizer, make_reference
+from tests.support.hyperparameters import OF_TRANSFORMERS, TINY
 from tests.support.runs import wait_until
 
 ASHA: dict[str, Any] = {
@@ -454,3 +460,30 @@ def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
 @pytest.mark.slow
 def test_killed_search_whose_data_change_has_equal_trials() -> None:
     Soak(Path.cwd(), random.Random(0)).run(1)
+
+
+def read_inputs(**changes: Any) -> dict[str, Any]:
+    """Return what a run of `tiny.yaml` depends on besides its hyperparameters."""
+    hp = load_hyperparameters(Path("tiny.yaml"), [], adapters.model_defaults)
+    model = hp.model
+    data = open_data(hp.data, model.vocab_size, model.max_seq_len, 1, seed=0)
+    return fingerprint_inputs(dataclasses.replace(hp, **changes), data, "own: 1 question")
+
+
+@pytest.mark.slow
+def test_inputs_name_other_weights_templates_and_configs() -> None:
+    add_tokenizer(Path("hf"), 290)
+    make_reference(LLAMA | {"vocab_size": 290}, 0).save_pretrained("hf")
+    Path("template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    Path("chat.jsonl").write_text('{"text": "some text"}\n' * 200)
+    chat = {"dataset": "jsonl", "train_data": "chat.jsonl", "init_from": "hf", "tokenizer": "hf"}
+    write_experiment({}, chat | {"chat_template": "template.jinja", "max_seq_len": 32})
+    before = read_inputs()
+    make_reference(LLAMA | {"vocab_size": 290}, 1).save_pretrained("hf")
+    Path("template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
+    template, weights = find_changes(before, read_inputs())
+    assert template.startswith("chat_template: was ")
+    assert weights.startswith("init_from: was 1 files, ")
+    config, transformers = find_changes(read_inputs(), read_inputs(model=OF_TRANSFORMERS))
+    assert config.startswith("config: was None")
+    assert transformers.startswith("transformers: was None, is now 5.")
