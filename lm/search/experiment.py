@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
@@ -122,22 +123,18 @@ class Numbers(BaseModel, frozen=True, extra="forbid"):
             return IntDistribution(int(self.minval), int(self.maxval) - 1)  # as in Determined
         return FloatDistribution(self.minval, self.maxval)
 
-    def _list_values(self) -> list[float]:
+    def _list_values(self) -> list[Any]:
         """Return `count` values from `minval` to `maxval`, or the one in the middle."""
         if self.count is None:
             raise ValueError("a grid needs count, the number of values of this range")
-        values: list[float] = []
-        for i in range(self.count):
-            place = 0.5
-            if self.count > 1:
-                place = i / (self.count - 1)
-            value = self.minval + place * (self.maxval - self.minval)
-            if self.base is not None:
-                value = self.base**value
-            elif self.type == "int":
-                value = math.floor(value + 0.5)
-            values.append(value)
-        return list(dict.fromkeys(values))
+        values = np.linspace(self.minval, self.maxval, self.count)
+        if self.count == 1:
+            values = np.array([(self.minval + self.maxval) / 2])
+        if self.base is not None:
+            return (self.base**values).tolist()
+        if self.type == "int":
+            return np.unique(np.floor(values + 0.5).astype(int)).tolist()
+        return values.tolist()
 
 
 RANGE: TypeAdapter[Categorical | Numbers] = TypeAdapter(

@@ -6,7 +6,6 @@ point is added to the journal in one record, so that a kill leaves no part of on
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import signal
@@ -39,7 +38,7 @@ from lm.seeds import derive_seed
 from lm.tasks.questions import TasksConfig
 from lm.units import format_count
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.5
 RUN, PROBLEM = "run", "problem"
 """Attributes of a trial: its run, e.g. "trial-3"; and if it has failed, why."""
 _OF_INPUTS = DataConfig.model_fields.keys() | TasksConfig.model_fields.keys()
@@ -407,15 +406,10 @@ class Search:
         lines.append(f"    {shlex.join(command)}")
         return "\n".join(lines)
 
-    def _rank(self, trial: FrozenTrial) -> tuple[int, int, float]:
-        """Return the place of a trial: complete ones by value, then pruned ones by step."""
-        value = math.inf
-        if trial.value is not None:
-            value = trial.value
-            if not self.experiment.searcher.smaller_is_better:
-                value = -value
-        if trial.state == TrialState.COMPLETE:
-            return 0, 0, value
-        if trial.state == TrialState.PRUNED:
-            return 1, -(trial.last_step or 0), value
-        return 2, 0, value
+    def _rank(self, trial: FrozenTrial) -> tuple[int, float]:
+        """Return the place of a trial: complete ones by value, then pruned and failed ones."""
+        if trial.value is None:
+            return trial.state, 0.0
+        if self.experiment.searcher.smaller_is_better:
+            return trial.state, trial.value
+        return trial.state, -trial.value

@@ -134,8 +134,6 @@ class TrialRun:
         self.run_dir = RunDir(f"{search}/{name}")
         self._process: subprocess.Popen[bytes] | None = None
         self._n_sessions_before = 0
-        self._n_bytes_read = 0
-        self._validations: list[Report] = []
 
     def start(self, arguments: Sequence[str], devices: Devices, place: int) -> None:
         """Start the run. When this process ends, even by SIGKILL, it saves and stops."""
@@ -190,15 +188,8 @@ class TrialRun:
 
     def validations(self) -> list[Report]:
         """Return the reports of validations so far."""
-        metrics = self.run_dir.metrics
-        size = 0
-        if metrics.exists():
-            size = metrics.stat().st_size
-        if size != self._n_bytes_read:
-            self._n_bytes_read = size
-            reports = read_records(metrics, Report)
-            self._validations = [report for report in reports if report.group == "validation"]
-        return self._validations
+        reports = read_records(self.run_dir.metrics, Report)
+        return [report for report in reports if report.group == "validation"]
 
     def max_steps(self) -> int:
         """Return the last step of a run that has started."""
