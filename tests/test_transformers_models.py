@@ -687,11 +687,19 @@ def train_adapters(
 
 
 @pytest.mark.slow
-def test_adapters_that_peft_takes_for_those_of_experts_are_exported_merged(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("glm4_moe", r"mlp\.gate_proj.* in glm4_moe for those of experts"),
+        ("laguna", r"renames model\.layers\.\*\.mlp\.shared_experts\.gate_proj"),
+    ],
+)
+def test_adapters_that_peft_takes_for_others_are_exported_merged(
+    kind: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapters = train_adapters(models["glm4_moe"], tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"^--adapter: .*mlp\.gate_proj.* in glm4_moe for those"):
+    save_model(kind, tmp_path / "base")
+    adapters = train_adapters(tmp_path / "base", tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=rf"^--adapter: .*{problem}"):
         export.export_model(adapters.checkpoint, tmp_path / "adapter", adapters_only=True)
     assert export.export_model(adapters.checkpoint, tmp_path / "merged") > 0
 

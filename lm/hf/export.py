@@ -50,7 +50,7 @@ from lm.hf.conversion import open_conversion
 from lm.hf.export_directory import export_directory
 from lm.hf.families import Place
 from lm.hf.files import SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
-from lm.hf.saved_model import build_saved_model, find_names
+from lm.hf.saved_model import build_saved_model, find_names, find_renamed
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
 from lm.shards import Rows
@@ -58,7 +58,13 @@ from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
 from lm.transformers_config import AnyModelConfig, TransformersConfig
-from lm.transformers_model import NETWORK, build_network, find_linear_layers, read_config
+from lm.transformers_model import (
+    NETWORK,
+    build_network,
+    find_linear_layers,
+    read_config,
+    without_numbers,
+)
 from model import ModelConfig, Transformer
 
 
@@ -411,6 +417,11 @@ def _find_layout_in_class(config: TransformersConfig, base: str) -> _Layout:
         layer = saved_names[f"{name}.weight"].removesuffix(".weight")
         places[f"{NETWORK}.{name}"] = Place(layer, start=0, transposed=False)
         n_out[layer] = n_rows
+    renamed = find_renamed(saved, [f"{layer}.lora_A.weight" for layer in n_out])
+    if renamed:
+        shown = ", ".join(limit_problems(list(dict.fromkeys(map(without_numbers, renamed)))))
+        problem = f"PEFT renames {shown} as transformers does in older files of {config.model_type}"
+        raise ConfigError(f"--adapter: {problem}; {_MERGED}")
     modules = [name for name, _ in saved.named_modules()]
     return _Layout(saved.config.model_type, modules, places, n_out)
 
@@ -444,9 +455,10 @@ def _refuse_names_of_experts(model_type: str, targets: Iterable[str]) -> None:
     if taken:
         shown = ", ".join(limit_problems(sorted(set(taken))))
         problem = f"PEFT takes adapters of {shown} in {model_type} for those of experts"
-        raise ConfigError(f"--adapter: {problem}; leave it out to export the merged model")
+        raise ConfigError(f"--adapter: {problem}; {_MERGED}")
 
 
+_MERGED = "leave it out to export the merged model"
 _NAMES_OF_EXPERTS = {
     "mixtral": {"gate", "w1", "w2", "w3"},
     "qwen2_moe": {"gate", "gate_proj", "up_proj", "down_proj"},
