@@ -65,7 +65,7 @@ from lm.determined.experiment import (
 from lm.determined.search import SearchStop
 from lm.errors import ConfigError, RunError
 from lm.flops import count_flops_per_token
-from lm.hf import adapters, weights
+from lm.hf import weights
 from lm.launch.console import announce, print_error, record_error, warn
 from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.spawn import run_and_exit
@@ -137,7 +137,7 @@ def read_job(args: Namespace, launch: Launch) -> Job:
     for line in unread_keys(experiment):
         warn(line)
     overrides = [*implied_overrides(experiment), *args.overrides]
-    hp = read_hyperparameters(experiment, overrides, name, lines, adapters.model_defaults)
+    hp = read_hyperparameters(experiment, overrides, name, lines, weights.model_defaults)
     if trial is None:
         run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
     return Job(hp, trial, run_dir, args.dry_run, experiment.get("searcher"))
@@ -346,8 +346,6 @@ class Trainer:
             weights.load_into(
                 self.model, start.model, self.world, self.logger.info, to_be_exported=to_be_exported
             )
-        if start.adapters is not None and is_new:
-            adapters.load_into(self.model, start.adapters, self.world, self.logger.info)
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
         )

@@ -29,7 +29,7 @@ from torch import nn  # noqa: E402
 from lm.config.hyperparameters import Hyperparameters  # noqa: E402
 from lm.config.reading import load_hyperparameters  # noqa: E402
 from lm.data.config import derive_global_batch_size  # noqa: E402
-from lm.hf import adapters  # noqa: E402
+from lm.hf import weights  # noqa: E402
 from lm.launch.launch import Launch  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
 from lm.runtime.world import MeshShape, World  # noqa: E402
@@ -330,7 +330,7 @@ def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
     week = 604800.0  # seconds, as a contender waits while others train
-    hp = load_hyperparameters(Path(file), overrides, adapters.model_defaults)
+    hp = load_hyperparameters(Path(file), overrides, weights.model_defaults)
     hp = hp.replace(collective_timeout=week)
     with join_world(launch, week) as world:
         TRAINERS[name](world, hp, Pacer(world))

@@ -30,7 +30,7 @@ from benchmarks.common import REPOSITORY, format_spread, launch_command, make_en
 from benchmarks.contender import MARK
 from lm.config.reading import load_hyperparameters
 from lm.data.run_data import open_data
-from lm.hf import adapters
+from lm.hf import weights
 from lm.launch.spawn import default_n_ranks
 
 N_RECORDS = 512
@@ -202,7 +202,7 @@ def _write_chats(folder: Path) -> Path:
 
 
 def _records_per_sequence(file: Path) -> float:
-    hp = load_hyperparameters(file, [], adapters.model_defaults)
+    hp = load_hyperparameters(file, [], weights.model_defaults)
     data = open_data(hp.data, hp.model.vocab_size, hp.model.max_seq_len, hp.data.batch_size, 0)
     assert data.train.samples_per_epoch is not None
     return N_RECORDS / data.train.samples_per_epoch

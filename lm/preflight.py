@@ -27,7 +27,7 @@ from lm.data.windows import check_token_files
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
-from lm.hf import adapters, weights
+from lm.hf import weights
 from lm.hf.base import find_base
 from lm.inputs import (
     RECORD_INPUTS,
@@ -67,8 +67,6 @@ class Start:
 
     model: str | None = None
     """a Hugging Face model; or the base of adapters, which is loaded at every start"""
-    adapters: str | None = None
-    """a directory of PEFT"""
     checkpoint: str | None = None
     """where a checkpoint is"""
     base: Base | None = None
@@ -85,13 +83,10 @@ def find_start(hp: Hyperparameters, world: World, downloads: bool = True) -> Sta
     if source is None:
         return Start()
     if hp.lora.lora_rank is not None:
-        its_adapters = source if adapters.is_adapter(source) else None
-        with world.all_or_none():
-            model = adapters.base_of(source)
-        if not downloads and weights.is_model(model) and not Path(model).is_dir():
-            return Start(model=model, adapters=its_adapters)
+        if not downloads and weights.is_model(source) and not Path(source).is_dir():
+            return Start(model=source)
         base = find_base(source, world)
-        return Start(model=base.source, adapters=its_adapters, base=base)
+        return Start(model=base.source, base=base)
     if weights.is_model(source):
         return Start(model=source)
     return Start(checkpoint=source)

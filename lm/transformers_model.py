@@ -629,16 +629,6 @@ def measure_sizes(network: PreTrainedModel) -> Sizes:
     return Sizes(sum(p.numel() for p in network.parameters()), layers)
 
 
-@functools.lru_cache(maxsize=4)
-def _name_linear_layers(config_json: str) -> dict[str, tuple[int, int]]:
-    return find_linear_layers(build_network(read_config(json.loads(config_json))))
-
-
-def name_linear_layers(config: TransformersConfig) -> dict[str, tuple[int, int]]:
-    """Return `(out, in)` of the linear layers of the blocks of a model, by name in its network."""
-    return _name_linear_layers(json.dumps(config.transformers_config))
-
-
 def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return `(out, in)` of the linear layers of the blocks of a network, by name.
 

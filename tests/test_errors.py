@@ -74,7 +74,7 @@ def test_invalid_file_name_in_a_hyperparameter_is_refused(
         (evaluate.main, ["x", "--tasks", "~/a/b.jsonl"]),
         (prepare_main, ["~/a", "--tokenizer", "bytes", "--out", "out"]),
         (prepare_main, ["config.yaml", "--format=text", "--tokenizer", "bytes", "--out=~/a/b"]),
-        (hf_main.main, ["inspect", "~/a"]),
+        (hf_main.main, ["examine", "~/a"]),
         (hf_main.main, ["export", "~/a", "out"]),
         (hf_main.main, ["export", "x", "~/a"]),
         (plan.main, ["--config=~/a"]),
@@ -117,10 +117,10 @@ def test_paths_of_commands_can_start_with_the_home_directory(
         (checkpoint_main, ["verify", TOO_LONG]),
         (generate.main, [TOO_LONG, "--prompt", "a"]),
         (prepare_main, [TOO_LONG, "--tokenizer", "bytes", "--out", "out"]),
-        (hf_main.main, ["inspect", TOO_LONG]),
+        (hf_main.main, ["examine", TOO_LONG]),
         (hf_main.main, ["export", TOO_LONG, "out"]),
     ],
-    ids=["list", "verify", "generate", "prepare", "inspect", "export"],
+    ids=["list", "verify", "generate", "prepare", "examine", "export"],
 )
 def test_command_exits_with_2_and_one_line(
     main: Callable[[list[str]], int],
@@ -212,11 +212,10 @@ COMMANDS = {
     "evaluate": "lm.evaluate runs/test --tasks task.jsonl",
     "prepare": "lm.prepare é.txt --tokenizer bytes --out new",
     "prepare-verify": "lm.prepare --verify t",
-    "inspect": "lm.hf inspect hf",
     "export": "lm.hf export runs/test new",
     "plan": "lm.plan --config search.yaml --memory 80 --gpus 1",
 }
-FORKED = {"verify", "evaluate", "inspect", "export", "plan"}
+FORKED = {"verify", "evaluate", "export", "plan"}
 """commands that import PyTorch; of `generate` the interpreter's end is tested, too"""
 RUN_MODULE = """
 import runpy, sys, warnings

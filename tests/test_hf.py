@@ -9,7 +9,6 @@ import copy
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -515,9 +514,7 @@ def test_init_from_can_be_in_the_home_or_a_folder_of_the_cache(
 
 
 @pytest.mark.parametrize("dataset", ["text", "jsonl", "hf", "tokens"])
-def test_tokenizer_may_have_a_token_that_the_model_does_not(
-    dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenizer_may_have_a_token_that_the_model_does_not(dataset: str, tmp_path: Path) -> None:
     source = tmp_path / "in"
     reference = make_reference(LLAMA | {"vocab_size": 280})
     reference.save_pretrained(source)
@@ -525,8 +522,7 @@ def test_tokenizer_may_have_a_token_that_the_model_does_not(
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     tokenizer.save_pretrained(source)
     assert tokenizer.convert_tokens_to_ids("<image>") == 280
-    assert hf_main.main(["inspect", str(source)]) == 0
-    capsys.readouterr()
+    assert weights.model_defaults(str(source))["tokenizer"] == str(source)
 
     for text in ("<image", "<image>"):
         data = tmp_path / ("text.txt" if dataset in ("text", "tokens") else "text.jsonl")
@@ -677,36 +673,25 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_hf_inspect_prints_what_a_model_is(
-    source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert hf_main.main(["inspect", str(source)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    size = r"[\d.]+K parameters, [\d.]+ KiB in float32"
-    assert re.match(rf"{re.escape(str(source))}: LlamaForCausalLM, {size}", lines[0])
-    assert lines[1] == f"can be read: init_from: {source}"
+def test_tensors_that_are_not_those_of_config_json_are_refused_by_name(source: Path) -> None:
     tensors = load_file(source / "model.safetensors")
-    save_file(
-        tensors | {"lm_head.weight": torch.zeros(95, 32)},
-        source / "model.safetensors",
-    )
-    assert hf_main.main(["inspect", str(source)]) == 2
-    assert capsys.readouterr().err.splitlines()[1:] == [
+    head = {"lm_head.weight": torch.zeros(95, 32)}
+    save_file(tensors | head, source / "model.safetensors")
+    with pytest.raises(ConfigError) as refused:
+        weights.read_structure(str(source))
+    assert refused.value.problems[1:] == (
         "lm_head.weight: [95, 32] in the file, [96, 32] in config.json",
-    ]
+    )
     unused = {"v_head.summary.weight": torch.zeros(1, 32), "position_ids": torch.arange(9)}
     save_file(tensors | unused, source / "model.safetensors")
-    assert hf_main.main(["inspect", str(source)]) == 0
-    note = "not used, as in transformers: position_ids, v_head.summary.weight"
-    assert capsys.readouterr().out.splitlines()[2].endswith(note)
+    found = weights.open_model(source)
+    assert set(found.unused) == unused.keys()
     (source / "config.json").unlink()
-    assert hf_main.main(["inspect", str(source)]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"{source / 'config.json'}: No such file or directory"
-    )
+    with pytest.raises(ConfigError, match=r"config\.json: No such file or directory"):
+        weights.read_structure(str(source))
     (source / "config.json").symlink_to("config.json")
-    assert hf_main.main(["inspect", str(source)]) == 2
-    assert capsys.readouterr().err.startswith(f"{source / 'config.json'}: a symbolic link")
+    with pytest.raises(ConfigError, match=r"config\.json: a symbolic link"):
+        weights.read_structure(str(source))
 
 
 def exported(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:

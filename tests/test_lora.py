@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shlex
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -29,14 +25,13 @@ from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
 from lm.hf import __main__ as hf_main
-from lm.hf import adapters, export, weights
 from lm.hf import base as hf_base
+from lm.hf import export, weights
 from lm.memory import count_state
 from lm.resume import ResumePlan, load_checkpoint
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
 from lm.transformers_model import AnyModel, new_model
-from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -412,214 +407,42 @@ def test_lora_initial_adapters_are_those_of_peft(
 # ---- from adapters of PEFT
 
 
-def make_peft_adapters(base: Path, folder: Path, **options: Any) -> Path:
-    """Save adapters that PEFT made, with values in B too; return their directory."""
+def test_adapters_of_peft_are_merged_before_they_are_a_start(
+    bases: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the lines in docs/finetuning.md; without them, they are refused wherever a model is."""
     import peft
 
-    settings = {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **(settings | options))
-    model = peft.get_peft_model(model, config)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").symlink_to(bases["llama"])
+    base = AutoModelForCausalLM.from_pretrained("base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(base, config)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.1)
-    model.save_pretrained(str(folder))
-    return folder
+    model.save_pretrained("adapter")
+    for run in (TRAINING, TRAINING | {"lora_rank": None}):
+        with pytest.raises(ConfigError, match=r"^init_from: adapter: .*merge_and_unload\(\)"):
+            read_with_model_defaults(run | {"init_from": "adapter"})
+    with pytest.raises(ConfigError, match=r"merge_and_unload\(\)"):
+        hf_base.open_model("adapter")
+    assert hf_main.main(["examine", "adapter"]) == 2
+    assert "merge_and_unload()" in capsys.readouterr().err
 
-
-@pytest.fixture(scope="module")
-def peft_adapters(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_peft_adapters(bases["llama"], tmp_path_factory.mktemp("peft") / "adapter")
-
-
-def continued_from(adapter: Path, **changes: Any) -> dict[str, Any]:
-    """Hyperparameters of a run that starts from `adapter`, without keys of LoRA."""
-    start = TRAINING | {"init_from": str(adapter), "max_steps": 20, "lr": 1e-3} | changes
-    del start["lora_rank"]
-    return start
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_rslora": True, "target_modules": "all-linear", "init_lora_weights": "gaussian"},
-    ],
-    ids=str,
-)
-def test_adapters_of_peft_have_its_logits(
-    options: dict[str, Any], bases: dict[str, Path], tmp_path: Path
-) -> None:
-    import peft
-
-    adapter = make_peft_adapters(bases["llama"], tmp_path / "adapter", **options)
-    hp = read_with_model_defaults(continued_from(adapter))
-    assert (hp.lora.lora_rank, hp.lora.use_rslora) == (4, "use_rslora" in options)
-    assert hf_main.main(["inspect", str(adapter)]) == 0
-    ours = lora.add_adapters(Transformer(hp.own_model), hp.lora, None).eval()
-    weights.read_directory(bases["llama"], ours)
-    adapters.read_directory(adapter, ours)
-    base = AutoModelForCausalLM.from_pretrained(bases["llama"], attn_implementation="eager")
+    docs = (REPOSITORY / "docs" / "finetuning.md").read_text()
+    (lines,) = [code for code in re.findall(r"```python\n(.*?)```", docs, re.S) if "peft" in code]
+    exec(lines)
+    ours, tokenizer = hf_base.open_model("merged")
     tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
-    before = base(tokens).logits
-    theirs = peft.PeftModel.from_pretrained(base, str(adapter)).eval()(tokens).logits
-    torch.testing.assert_close(ours(tokens), theirs, atol=1e-5, rtol=0)
-    assert (theirs - before).abs().max() > 0.1
-
-
-def test_adapters_of_peft_are_opened_with_their_base(
-    bases: dict[str, Path], peft_adapters: Path, tmp_path: Path
-) -> None:
-    """As `lm.generate` and `lm.evaluate` open them."""
-    import peft
-
-    theirs: Any = AutoModelForCausalLM.from_pretrained(bases["llama"])
-    theirs = peft.PeftModel.from_pretrained(theirs, str(peft_adapters)).eval()
-    tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
-    ours, tokenizer = hf_base.open_model(peft_adapters)
     with torch.no_grad():
-        expected = theirs(tokens).logits
-        torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=0)
-    assert not ours.training
+        torch.testing.assert_close(ours(tokens), model.eval()(tokens).logits, atol=1e-5, rtol=0)
     assert tokenizer.identity == load_tokenizer(str(bases["llama"])).identity
-
-    moved = shutil.copytree(peft_adapters, tmp_path / "moved")
-    config = json.loads((moved / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(tmp_path / "none")
-    (moved / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="base_model_name_or_path"):
-        hf_base.open_model(moved)
-    again, _ = hf_base.open_model(moved, dtype="bfloat16", base_dir=bases["llama"])
-    for (name, parameter), other in zip(again.named_parameters(), ours.parameters(), strict=True):
-        assert parameter.equal(other.bfloat16()), name
-
-
-@pytest.mark.slow
-def test_adapters_of_peft_are_trained_on_as_in_peft(
-    bases: dict[str, Path], peft_adapters: Path, tmp_path: Path
-) -> None:
-    hyperparameters = continued_from(peft_adapters)
-    done = run_fsdp(tmp_path, ranks=2, config=hyperparameters, code=0)
-    assert f"loaded the adapters of {peft_adapters}" in done.stdout
-    expected, trained = train_with_peft(
-        read_with_model_defaults(hyperparameters), bases["llama"], peft_adapters
-    )
-    losses = [report["loss"] for report in read_reports(tmp_path).values()]
-    assert losses == pytest.approx(expected, abs=1e-6)
-    require_adapters_close(tmp_path, trained)
-
-    export.export_model(tmp_path / "runs" / "test", tmp_path / "exported", adapters_only=True)
-    read_with_model_defaults(continued_from(tmp_path / "exported"))  # can be trained on again
-    resumed = run_fsdp(tmp_path, "max_steps=21", ranks=2, config=hyperparameters, code=0)
-    assert ", step 20\n" in resumed.stdout
-    assert "loaded the adapters of" not in resumed.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"use_dora": True}, ["use_dora: DoRA is not supported"]),
-        ({"modules_to_save": ["lm_head"]}, ["modules_to_save: adapters are trained alone"]),
-        ({"bias": "lora_only"}, ["bias: 'lora_only' is not supported, only 'none'"]),
-        (
-            {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}},
-            ["alpha_pattern: {'v_proj': 3} is not", "rank_pattern: {'v_proj': 2} is not"],
-        ),
-        ({"layers_to_transform": [1]}, [r"the tensors", r"blocks\.0\..*q_proj\.lora_A.*missing"]),
-        ({"target_modules": ["q_proj", "lm_head"]}, [r"the tensors", "lm_head.*unexpected tensor"]),
-    ],
-    ids=lambda value: ", ".join(value),
-)
-def test_adapters_that_mean_something_else_are_refused(
-    options: dict[str, Any], parts: list[str], bases: dict[str, Path], tmp_path: Path
-) -> None:
-    adapter = make_peft_adapters(bases["llama"], tmp_path / "adapter", **options)
-    with pytest.raises(ConfigError) as refused:
-        read_with_model_defaults(continued_from(adapter))
-    for problem, part in zip(refused.value.problems, parts, strict=False):
-        assert re.search(part, problem)
-
-
-@pytest.mark.parametrize("change", ["names", "blocks"])
-def test_adapters_of_peft_that_are_not_read_have_a_remedy(
-    change: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {}
-    if change == "blocks":
-        options = {"layers_to_transform": [1]}
-    adapter = make_peft_adapters(bases["llama"], tmp_path / "adapter", **options)
-    remedy = r"init_from: merge the adapters with PEFT's merge_and_unload\(\)"
-    if change == "names":
-        file = adapter / "adapter_model.safetensors"
-        tensors = load_file(file)
-        named = {re.sub(r"(lora_[AB])", r"\1.default", name): tensors[name] for name in tensors}
-        save_file(named, file)
-        remedy = r"lora_A.default.weight: .* save the adapters with its save_pretrained\(\)"
-    with pytest.raises(ConfigError, match=remedy):
-        read_with_model_defaults(continued_from(adapter))
-
-
-def test_adapters_of_fused_layers_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
-    gpt2 = {"base": bases["gpt2"], "fan_in_fan_out": True}
-    adapter = make_peft_adapters(folder=tmp_path / "adapter", target_modules=["c_attn"], **gpt2)
-    with pytest.raises(ConfigError, match="shared by q_proj, k_proj, v_proj"):
-        read_with_model_defaults(continued_from(adapter))
-    others = ["c_proj", "c_fc"]
-    plain = make_peft_adapters(folder=tmp_path / "plain", target_modules=others, **gpt2)
-    assert adapters.open_adapters(plain).config.lora_targets == ["o_proj", "up_proj", "down_proj"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"lora_rank": 8}, "lora_rank: 8 differs from 4"),
-        ({"lora_rank": None}, "lora_rank: null would train all weights"),
-        ({"lora_alpha": 4.0}, r"lora_alpha: 4.0 differs from 10.0"),
-        ({"use_rslora": True}, "use_rslora: true differs from false"),
-        ({"lora_targets": ["q_proj"]}, "lora_targets: .*differs from"),
-    ],
-    ids=str,
-)
-def test_adapters_of_peft_fix_the_keys_of_lora(
-    changes: dict[str, Any], part: str, peft_adapters: Path
-) -> None:
-    agreeing = {"lora_rank": "4", "lora_targets": ["down_proj", "v_proj", "q_proj"]}
-    read_with_model_defaults(continued_from(peft_adapters) | agreeing | {"lora_dropout": 0.1})
-    with pytest.raises(ConfigError, match=part) as refused:
-        read_with_model_defaults(continued_from(peft_adapters) | changes)
-    (problem,) = refused.value.problems
-    (typed,) = shlex.split(problem.partition("; use ")[2].partition(", or ")[0])
-    read_with_model_defaults(continued_from(peft_adapters) | changes, typed)
-
-
-def test_adapters_need_a_base_and_safetensors(peft_adapters: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(peft_adapters, tmp_path / "adapter") / "adapter_config.json"
-    (path.parent / "adapter_model.safetensors").rename(path.parent / "adapter_model.bin")
-    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: missing; pickles"):
-        read_with_model_defaults(continued_from(path.parent))
-    assert not adapters.is_adapter("a" * 200)
-    with pytest.raises(ConfigError, match="File name too long"):
-        adapters.is_adapter("a" * 5000)
-    missing = tmp_path / ("long-" * 40) / "nowhere"
-    raw = json.loads(path.read_text()) | {"base_model_name_or_path": str(missing)}
-    path.write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=f"base_model_name_or_path: '{missing}' is neither"):
-        read_with_model_defaults(continued_from(path.parent))
-
-
-def test_adapters_are_identified_by_their_contents(peft_adapters: Path, tmp_path: Path) -> None:
-    fingerprint = hf_base.fingerprint_weights(str(peft_adapters))
-    linked = tmp_path / "linked"  # as in the Hub's cache
-    linked.mkdir()
-    for path in peft_adapters.iterdir():
-        (linked / path.name).symlink_to(path)
-    assert hf_base.fingerprint_weights(str(linked)) == fingerprint
-    copied = shutil.copytree(peft_adapters, tmp_path / "copied")
-    os.truncate(copied / "adapter_model.safetensors", 2**40)
-    with pytest.raises(CheckpointError, match="bytes longer than its tensors"):
-        hf_base.fingerprint_weights(str(copied))
 
 
 # ---- checkpoints

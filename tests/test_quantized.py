@@ -17,7 +17,6 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from lm.checkpoint.__main__ import main as checkpoint_command
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
-from lm.hf.__main__ import main as hf_command
 from lm.hf.base import load_trained_model
 from lm.hf.conversion import open_conversion
 from lm.hf.export import export_model
@@ -166,10 +165,7 @@ def load_with_transformers(directory: Path, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_that_transformers_dequantizes(
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lm.hf.conversion.CONVERTED_BYTES", 1000)  # some rows at a time
     save_quantized(kind, tmp_path / "source")
@@ -183,8 +179,7 @@ def test_weights_are_those_that_transformers_dequantizes(
     for name, tensor in network.state_dict().items():
         assert tensor.equal(of_text[name]), name
     assert not conversion.unused
-    assert hf_command(["inspect", str(tmp_path / "source")]) == 0
-    assert "are dequantized" in capsys.readouterr().out
+    assert any("are dequantized" in note for note in conversion.notes())
 
     export_directory(conversion, get_from(network), tmp_path / "out")
     exported = load_with_transformers(tmp_path / "out", torch.bfloat16)

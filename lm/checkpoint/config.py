@@ -40,9 +40,9 @@ class CheckpointConfig(Config, frozen=True):
     )
     init_from: Logged[str | None] = Field(
         None,
-        description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION], or"
-        " a directory of PEFT with adapters, which also supply the model's keys and the tokenizer;"
-        " or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
+        description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION],"
+        " which also supplies the model's keys and the tokenizer; or a checkpoint: its or its run's"
+        " directory or URL, or on a cluster a UUID",
         json_schema_extra={"aliases": ["model_name_or_path", "base_model", "hf_model"]},
     )
 

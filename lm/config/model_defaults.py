@@ -1,4 +1,4 @@
-"""The keys that the model or the adapters of `init_from` set, and those that contradict them."""
+"""The keys that the model of `init_from` sets, and those that contradict them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from lm.config.wording import as_argument, show
 from lm.errors import ConfigError
 from lm.launch.console import warn
 from lm.model_config import ModelConfig
-from lm.training import config as training
-from lm.training.config import LoraConfig
 from lm.transformers_config import AnyModelConfig, TransformersConfig, model_config
 
 ModelDefaults = Callable[[str], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
 
-A plan, which needs no tokenizer, leaves it out. Of adapters, also those of `LoraConfig`. Empty if
-it is a checkpoint, which has no defaults.
+A plan, which needs no tokenizer, leaves it out. Empty if it is a checkpoint, which has no defaults.
 """
 
 _CONFIG_OF_A_COPY = "config.json of a copy of the model"
@@ -36,9 +33,7 @@ def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
     if "transformers_config" in defaults:
         _check_model_of_transformers(draft, given, defaults)
     else:
-        _refuse_other_values(draft, given, defaults, "weights")
-    if "lora_rank" in defaults:
-        _check_adapters(draft, given, defaults)
+        _refuse_other_values(draft, given, defaults)
     for key, value in defaults.items():
         is_set = key in given
         if "transformers_config" in defaults:
@@ -106,48 +101,24 @@ def _check_model_of_transformers(
         draft.set("packing", False, f"init_from: {source}: packing")
 
 
-def _check_adapters(draft: Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse keys of `given` with which the adapters of `init_from` would mean something else."""
-    source = draft.values["init_from"]
-    if "lora_rank" in given and given["lora_rank"] is None:
-        problem = f"null would train all weights, but {source} holds adapters"
-        remedy = f"use {as_argument('lora_rank', defaults['lora_rank'])}"
-        others = "or merge them with PEFT's merge_and_unload()"
-        raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}, {others}")
-    _refuse_other_values(draft, given, defaults, "adapters")
-
-
 def _refuse_other_values(
-    draft: Draft, given: Mapping[str, Any], defaults: Mapping[str, Any], what: str
+    draft: Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Refuse keys of `given` with which the weights or adapters of `init_from` mean something else.
-
-    Args:
-        what: "weights" or "adapters".
-    """
-    structure = _structure_of(what, defaults)
+    """Refuse keys of `given` with which the weights of `init_from` would mean something else."""
+    structure = model_of(defaults).structure()
     for key in [key for key in structure if key in given]:
         try:
-            value = _structure_of(what, {**defaults, key: given[key]})[key]
+            value = model_of({**defaults, key: given[key]}).structure()[key]
         except ValidationError:
             continue  # `validate` reports it
         if value != structure[key]:
             label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
             source = draft.values["init_from"]
             problem = f"{show(given[key])} differs from {show(structure[key])} in {source}"
-            remedy = f"use {as_argument(key, structure[key])}, or other {what}"
+            remedy = f"use {as_argument(key, structure[key])}, or other weights"
             if key in ("rope_scaling", "rope_theta"):
                 remedy = f"remove {key}, or set it in {_CONFIG_OF_A_COPY}"
             draft.refuse(key, f"{problem}; {remedy}", label)
-
-
-def _structure_of(what: str, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys on which the meaning of weights or adapters depends, and their values."""
-    model = model_of(defaults)
-    if what == "weights":
-        return model.structure()
-    adapters = LoraConfig.model_validate(of_part(defaults, LoraConfig))
-    return training.adapter_structure(adapters, model)
 
 
 def model_of(defaults: Mapping[str, Any]) -> AnyModelConfig:

@@ -46,7 +46,7 @@ def read_hyperparameters(
         2. the preset of `model=NAME` on the command line
         3. the config
         4. the preset of `model` in the config
-        5. the model or the adapters of `init_from`, with which 1 to 4 must agree
+        5. the model of `init_from`, with which 1 to 4 must agree
         6. the default
 
     But max_seq_len of 3 comes before that of 2, unless positions are learned. A preset of a size in

@@ -1,13 +1,11 @@
-"""Command: export to, and inspect, Hugging Face models.
+"""Command: export to Hugging Face, and examine classes of transformers.
 
     python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY] [--adapter]
-    python -m lm.hf inspect MODEL
     python -m lm.hf examine MODEL|MODEL_TYPE
 
 RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which
 is read from where it was in training, or from DIRECTORY; with --adapter they are written alone, in
-PEFT's format. MODEL is what `init_from` accepts: a directory of Hugging Face or of PEFT, or a name
-on the Hub.
+PEFT's format. MODEL is a directory of Hugging Face, or a name on the Hub.
 """
 
 from __future__ import annotations
@@ -39,7 +37,8 @@ def _export(args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m lm.hf", description="Export to, and inspect, Hugging Face models."
+        prog="python -m lm.hf",
+        description="Export to Hugging Face, and examine classes of transformers.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -61,14 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     add("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
 
-    inspect_help = "print what a Hugging Face model is and whether init_from can read it"
-    inspect = commands.add_parser("inspect", help=inspect_help)
-    source_help = "a directory, or OWNER/MODEL[@REVISION] on the Hub"
-    inspect.add_argument("source", type=find_directory, metavar="MODEL", help=source_help)
-
     examine_help = "print what of a class of transformers can be trained exactly here"
     examined = commands.add_parser("examine", help=examine_help)
-    class_help = f"{source_help}, or a model_type of transformers, e.g. lfm2"
+    class_help = "a directory, OWNER/MODEL[@REVISION] on the Hub, or a model_type, e.g. lfm2"
     examined.add_argument("source", type=find_directory, metavar="MODEL", help=class_help)
 
     args = parser.parse_args(arguments)
@@ -77,9 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from lm.hf import describe  # imports PyTorch, which takes seconds
 
-    if args.command == "inspect":
-        print(describe.describe_model(args.source))
-        return 0
     text, code = describe.describe_examination(args.source)
     print(text)
     return code

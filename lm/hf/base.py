@@ -34,13 +34,6 @@ from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
-from lm.hf.adapters import (
-    ADAPTER_FILE,
-    base_directory,
-    base_of,
-    is_adapter,
-    merge_into_base,
-)
 from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
 from lm.training import lora
@@ -49,17 +42,14 @@ from lm.transformers_model import AnyModel, convert_weights, new_model
 
 
 def find_base(source: str, world: World) -> Base:
-    """Return what identifies the weights of `source`, or of the base of its adapters.
+    """Return what identifies the weights of `source`, a value of `init_from`.
 
     All ranks call this together: each computes the checksums of a share of the files.
 
     Raises:
-        ConfigError: it is no Hugging Face model, checkpoint or adapters of PEFT; or a checkpoint of
-            adapters.
+        ConfigError: it is no Hugging Face model or checkpoint, or a checkpoint of adapters.
         CheckpointError: the checkpoint is incomplete or damaged.
     """
-    with world.all_or_none():
-        source = base_of(source)
     world.run_in_thread(_find_base_directory, source)  # which can download for long
     with world.all_or_none():
         directory = _find_base_directory(source)
@@ -113,18 +103,14 @@ def fingerprint_weights(source: str) -> str:
 
     One checkpoint in object storage is never written twice, so its URL does.
     """
-    files: dict[str, FileRecord] = {}
-    if is_adapter(source):
-        files |= _record_all([Path(source, ADAPTER_FILE)])
-    source = base_of(source)
     if weights.is_model(source):
-        files |= compute_checksums(weights.find_source(source))
+        files = compute_checksums(weights.find_source(source))
     else:
         with error_prefix("init_from"):
             location = locate_checkpoint(source)
         if not isinstance(location, DirectoryLocation):
             return str(location)
-        files |= _weight_records(read_manifest(location.path))
+        files = _weight_records(read_manifest(location.path))
     records = {name: entry.model_dump() for name, entry in files.items()}
     text = json.dumps(records, sort_keys=True)
     return f"{len(files)} files, sha256 of their checksums {sha256(text.encode()).hexdigest()}"
@@ -282,7 +268,7 @@ def open_model(
 
     Args:
         source: a directory, a URL, or for Hugging Face also OWNER/MODEL; of a run, its newest
-            checkpoint is opened, and adapters of PEFT are merged into their base.
+            checkpoint is opened.
         device: cpu, cuda or cuda:INDEX.
         dtype: of the weights: one of `WEIGHT_DTYPES`.
         base_dir: a copy of the base of LoRA adapters, which are merged into it unless it was
@@ -303,12 +289,6 @@ def open_model(
         problem = "PyTorch cannot use it here; use cpu, or cuda on a machine with a GPU"
         raise ConfigError(f"device: {device}: {problem}") from None
     weight_dtype = getattr(torch, dtype)
-    if is_adapter(source):
-        directory = Path(source)
-        tokenizer = _load_tokenizer(directory, base_directory(directory, base_dir))
-        model = merge_into_base(directory, device, base_dir)
-        convert_weights(model, weight_dtype)
-        return model, tokenizer
     if not weights.is_model(source):
         checkpoint = find_checkpoint(source)
         return load_model(checkpoint, device, base_dir, unquantized, weight_dtype)
@@ -319,11 +299,10 @@ def open_model(
     return weights.load_model(directory, device, weight_dtype), tokenizer
 
 
-def _load_tokenizer(*directories: Path) -> Tokenizer:
-    """Return the tokenizer of the first of `directories` that has one; the last is the model's."""
-    config = weights.read_structure(str(directories[-1])).config
-    for directory in directories:
-        tokenizer = weights.load_model_tokenizer(directory, config)
-        if tokenizer is not None:
-            return tokenizer
-    raise ConfigError(f"{directories[-1]}: has no {TOKENIZER_JSON}; add the model's")
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face model."""
+    config = weights.read_structure(str(directory)).config
+    tokenizer = weights.load_model_tokenizer(directory, config)
+    if tokenizer is None:
+        raise ConfigError(f"{directory}: has no {TOKENIZER_JSON}; add the model's")
+    return tokenizer

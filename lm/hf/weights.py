@@ -25,7 +25,12 @@ from lm.checkpoint.manifest import MANIFEST, WEIGHTS, read_manifest
 from lm.checkpoint.tensor_files import Source, read_into
 from lm.data.hub import download_from_hub
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
-from lm.data.tokenizer.files import MODEL_CONFIG, SOURCE_FILES, TOKENIZER_JSON
+from lm.data.tokenizer.files import (
+    ADAPTER_CONFIG,
+    MODEL_CONFIG,
+    SOURCE_FILES,
+    TOKENIZER_JSON,
+)
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer
 from lm.errors import (
     ConfigError,
@@ -77,8 +82,16 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 
 @oserror_as_config_error
 def is_model(source: str) -> bool:
-    """Return whether `source` is a Hugging Face directory, or could be a model on the Hub."""
+    """Return whether `source` is a Hugging Face directory, or could be a model on the Hub.
+
+    Raises:
+        ConfigError: it is a directory of PEFT.
+    """
     directory = Path(source)
+    if (directory / ADAPTER_CONFIG).is_file():
+        problem = f"{source}: has adapters of PEFT ({ADAPTER_CONFIG})"
+        remedy = "merge them with PEFT's merge_and_unload(), save_pretrained() the model, and name"
+        raise ConfigError(f"init_from: {problem}; {remedy} its directory (docs/finetuning.md)")
     if directory.is_dir():
         is_checkpoint = (directory / MANIFEST).exists()
         is_run = (directory / "checkpoints").exists()

@@ -17,7 +17,7 @@ from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
-from lm.hf import adapters, weights
+from lm.hf import weights
 from lm.launch.machine import host_memory
 from lm.memory import USABLE, Ranks
 from lm.metrics.device import GIB
@@ -40,10 +40,10 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
 def _read_start(init_from: str) -> Mapping[str, Any]:
     """Return the hyperparameters of the model `init_from`; if it is not here, say what suffices."""
     if Path(init_from).exists():
-        return adapters.model_defaults(init_from, needs_weights=False)
+        return weights.model_defaults(init_from, needs_weights=False)
     try:
         if weights.is_model(init_from):  # perhaps in the Hub's cache
-            return adapters.model_defaults(init_from, needs_weights=False)
+            return weights.model_defaults(init_from, needs_weights=False)
         problems: Sequence[str] = [f"init_from: {init_from} does not exist"]
     except ConfigError as error:
         problems = error.problems

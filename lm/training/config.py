@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -131,13 +131,6 @@ def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tupl
     if narrowest is not None and config.lora_rank > sides[narrowest]:
         side = f"the smaller side of {narrowest.kind} ({narrowest.out} x {narrowest.inner})"
         yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {sides[narrowest]}"
-
-
-def adapter_structure(config: LoraConfig, model: AnyModelConfig) -> dict[str, Any]:
-    """Return the keys on which the meaning of adapters depends, with what null stands for."""
-    targets = {layers.kind for layers in adapted_layers(config, model)}
-    keys = ("lora_rank", "lora_alpha", "use_rslora")
-    return {**config.model_dump(include=set(keys)), "lora_targets": sorted(targets)}
 
 
 def n_trained_parameters(config: LoraConfig, model: AnyModelConfig) -> int:

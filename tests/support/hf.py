@@ -16,7 +16,7 @@ from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
 from lm.data.loader import Loader
 from lm.data.run_data import open_data
-from lm.hf import adapters, families
+from lm.hf import families, weights
 from lm.hf.small_config import small_configs
 from lm.training import lora, parallelize
 from lm.transformers_model import read_config, text_config
@@ -131,7 +131,7 @@ def add_tokenizer(folder: Path, size: int) -> Any:
 def read_with_model_defaults(hyperparameters: dict[str, Any], *overrides: str) -> Hyperparameters:
     """Return a run's hyperparameters, in which `init_from` sets what is not set of the model."""
     return read_hyperparameters(
-        {"hyperparameters": hyperparameters}, overrides, "test", defaults=adapters.model_defaults
+        {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
     )
 
 

@@ -17,7 +17,7 @@ from benchmarks.observer import StepObserver
 from lm.checkpoint.open_store import open_store
 from lm.config.reading import read_hyperparameters
 from lm.determined.context import TorchDistributedContext
-from lm.hf import adapters
+from lm.hf import weights
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from tests.support import PATIENCE, REPOSITORY
@@ -35,7 +35,7 @@ def train_in_world(
 ) -> Path:
     """Call `fsdp.execute` off the cluster on the ranks of `world`; return the run's directory."""
     hp = read_hyperparameters(
-        {"hyperparameters": hyperparameters}, [], "test", defaults=adapters.model_defaults
+        {"hyperparameters": hyperparameters}, [], "test", defaults=weights.model_defaults
     )
     run_dir = RunDir(hp.run.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
