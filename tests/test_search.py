@@ -321,6 +321,14 @@ def test_partial_record_of_a_kill_is_dropped() -> None:
         open_search("run_name=c")
 
 
+def test_trials_of_a_lost_study_are_not_adopted() -> None:
+    """Their points can be others."""
+    write_experiment(RANDOM, SMALL)
+    Path("runs/tiny/trial-1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"runs/tiny: has trials .*run_name=tiny-2"):
+        open_search()
+
+
 # ---- trials
 
 

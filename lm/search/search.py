@@ -132,7 +132,7 @@ class Search:
     The constructor locks the directory of the search, and opens or creates the study.
 
     Raises:
-        ConfigError: the study is of another experiment, or damaged.
+        ConfigError: the study is of another experiment, damaged, or missing next to its trials.
         RunError: another process has locked the directory.
     """
 
@@ -174,6 +174,9 @@ class Search:
         except (ValueError, LookupError) as error:
             problem = f"{journal}: damaged ({error})"
             raise ConfigError(f"{problem}; start another search: run_name=NAME") from None
+        if not self.study.get_trials(deepcopy=False) and list(self.path.glob("trial-*")):
+            problem = f"{self.path}: has trials that are not in {journal.name}"
+            raise ConfigError(f"{problem}; start another search: run_name={self.path.name}-2")
         identity = experiment.identity()
         changes = find_changes(self.study.user_attrs.get("experiment", identity), identity)
         if changes:
