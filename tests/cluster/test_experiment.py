@@ -122,6 +122,7 @@ def test_sections_that_are_not_mappings_set_nothing() -> None:
     assert implied_overrides(experiment) == []
 
 
+@pytest.mark.slow
 def test_dry_run_names_unread_keys(tmp_path: Path) -> None:
     keys = {"scheduling_unit": 10, "optimizations": {"mixed_precision": "O2"}}
     (tmp_path / "own.yaml").write_text(json.dumps(keys | {"hyperparameters": TINY}))
