@@ -328,7 +328,8 @@ class Trainer:
     def resume(self) -> None:
         """Load pretrained weights and the checkpoint, if any, and start the run's files.
 
-        No rank ever holds the whole model. A checkpoint whose files do not match their checksums is
+        No rank ever holds the whole model, but rank 0 that of a class of transformers while it
+        sends the weights to all. A checkpoint whose files do not match their checksums is
         skipped, and the next one is loaded; if all are damaged, the run is refused.
         """
         run = self.run

@@ -391,7 +391,7 @@ def _import_transformers() -> Any:
         with quiet():  # torchao, which it imports, logs what a CPU does not have
             import transformers
     except ImportError:
-        problem = requires("transformers -c constraints.txt")
+        problem = requires("transformers accelerate -c constraints.txt")
         raise ConfigError(f"init_from: a model of transformers {problem}") from None
     return transformers
 

@@ -955,9 +955,8 @@ def test_a_layout_that_transformers_only_reads_is_refused_before_it_is_trained(
 
     start("validated", max_epochs=-1, max_steps=None)
     start("adapters", max_steps=1, lora_rank=2)
-    with pytest.raises(ConfigError, match="cannot write what it reads") as refused:
+    with pytest.raises(ConfigError, match="cannot write what it reads"):
         start("trained")
-    assert "mlp.experts.0.gate_proj.weight: " in str(refused.value)
 
 
 def test_the_config_of_transformers_is_no_hyperparameter(models: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lm.errors import ConfigError, error_prefix
 from lm.hf.families import FAMILIES, MIXTURES, Family
-from lm.hf.quantized import quantization_of
+from lm.hf.quantization import quantization_of
 from lm.model_config import ModelConfig, RopeScaling
 from lm.presets import PRESETS
 

@@ -8,7 +8,7 @@ from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, error_prefix
 from lm.hf import weights
 from lm.hf.examine import examine
-from lm.hf.quantized import quantization_of
+from lm.hf.quantization import quantization_of
 from lm.transformers_model import text_config
 
 

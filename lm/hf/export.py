@@ -45,9 +45,9 @@ from lm.data.tokenizer.files import (
 from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, RunError, limit_problems, oserror_as_config_error
 from lm.hf import config_json, families, weights
-from lm.hf.base import load_merged_model, open_base, read_adapters
-from lm.hf.conversion import open_conversion
-from lm.hf.export_directory import export_directory
+from lm.hf.base import open_base, read_adapters
+from lm.hf.class_export import export_directory
+from lm.hf.class_weights import open_weights
 from lm.hf.families import Place
 from lm.hf.files import SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
 from lm.hf.saved_model import build_saved_model, find_names, find_renamed
@@ -154,7 +154,7 @@ def _export_of_transformers(
         opened = base_dir
     else:
         opened = _find_original(str(source))
-    conversion = open_conversion(opened)
+    class_weights = open_weights(opened)
     found = verify(directory, manifest, parts=WEIGHTS)["model"]
 
     def read_tensor(name: str) -> Tensor:
@@ -165,20 +165,30 @@ def _export_of_transformers(
 
     get_tensor: Callable[[str], Tensor] = read_tensor
     if manifest.base is not None:
-        model = load_merged_model(directory, torch.device("cpu"), opened)
-        get_tensor = {
-            name.removeprefix(f"{NETWORK}."): tensor for name, tensor in model.state_dict().items()
-        }.__getitem__
+        get_tensor = _merge_adapters(class_weights.load(), read_adapters(directory, manifest))
     tokenizer = _load_tokenizer(directory, manifest)
     files: dict[str, bytes | None] = {}
     stop_ids: int | list[int] | None = None
     if tokenizer is not None:
         files = _replace_tokenizer(tokenizer, opened)
         stop_ids = _stop_ids(tokenizer)
-    exported = export_directory(conversion, get_tensor, out, dtype, files, stop_ids)
+    exported = export_directory(class_weights, get_tensor, out, dtype, files, stop_ids)
     for path in exported.left_out:
         warn(f"{path}: not exported, as it holds weights of {opened} in another format")
     return exported.n_bytes
+
+
+def _merge_adapters(base: Mapping[str, Tensor], adapters: Adapters) -> Callable[[str], Tensor]:
+    """Return what returns a tensor of a network with its adapter merged, in float32."""
+
+    def merge(name: str) -> Tensor:
+        if not base[name].is_floating_point():
+            return base[name]
+        tensor = base[name].to(torch.float32, copy=True)
+        adapters.merge(f"{NETWORK}.{name}", tensor)
+        return tensor
+
+    return merge
 
 
 def _replace_tokenizer(tokenizer: Tokenizer, source: Path) -> dict[str, bytes | None]:

@@ -109,7 +109,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def describe_unused(names: Sequence[str]) -> str:
     """Return a line on tensors in the files of a model that are not the model's."""
     shown = ", ".join(limit_problems(names))
-    return f"not tensors of the model, and not used, as in transformers: {shown}"
+    return f"not tensors of the model: not used, as in transformers, and not exported: {shown}"
 
 
 def to_json(content: object) -> bytes:

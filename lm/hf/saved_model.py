@@ -50,7 +50,7 @@ def find_names(saved: PreTrainedModel, network: PreTrainedModel) -> dict[str, st
         ConfigError: `saved` does not contain one such network.
     """
     own_names = list(network.state_dict())
-    if saved is network:
+    if type(saved) is type(network):
         return {name: name for name in own_names}
     path = _find_module(saved, type(network))
     if path is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from lm.checkpoint.headers import TensorSlice, full_shape
 from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, WEIGHTS, read_manifest
-from lm.checkpoint.tensor_files import Source, read_into
+from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
 from lm.data.hub import download_from_hub
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import (
@@ -41,7 +41,7 @@ from lm.errors import (
     oserror_as_config_error,
 )
 from lm.hf import config_json, families
-from lm.hf.conversion import open_conversion, read_weight
+from lm.hf.class_weights import ClassWeights, open_weights
 from lm.hf.examine import examine
 from lm.hf.families import Family
 from lm.hf.files import (
@@ -52,13 +52,13 @@ from lm.hf.files import (
     find_slices,
     read_object,
 )
-from lm.hf.quantized import quantization_of
+from lm.hf.quantization import quantization_of
 from lm.launch.console import warn
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.model_config import MAX_SIZE
 from lm.runtime.world import World
 from lm.shards import local_rows
-from lm.training import lora
+from lm.training import lora, nf4
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     AnyModel,
@@ -188,12 +188,12 @@ def read_structure(source: str, *, needs_weights: bool = True) -> Structure:
         needs_weights: whether a directory must have weights; else its config.json alone is read.
 
     Raises:
-        ConfigError: it cannot be downloaded, see `open_model`, `open_conversion` and `examine`.
+        ConfigError: it cannot be downloaded, see `open_model`, `open_weights` and `examine`.
     """
     structure = _read_structure(find_source(source, _STRUCTURE_FILES))
     if needs_weights and Path(source).is_dir():
         if structure.family is None:
-            open_conversion(structure.directory)
+            open_weights(structure.directory)
         else:
             open_model(structure.directory)
     return structure
@@ -345,16 +345,28 @@ def load_into(
     """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
 
     Args:
-        to_be_exported: see `read_directory`.
+        to_be_exported: whether other weights are to be written in its layout, once trained.
 
     Raises:
-        ConfigError, RunError: see `find_source` and `read_directory`.
+        ConfigError: see `find_source`, `open_weights` and `read_directory`; or transformers cannot
+            write a layout `to_be_exported`.
+        RunError: see `read_directory`.
     """
     started = time.monotonic()
     world.run_in_thread(find_source, source)  # which can download for long
+    opened: ClassWeights | None = None
+    notes: Sequence[str] = ()
     with world.all_or_none():
         directory = find_source(source)
-        notes = read_directory(directory, model, to_be_exported=to_be_exported)
+        if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
+            opened = open_weights(directory)
+            if to_be_exported:
+                opened.require_savable()
+        else:
+            notes = read_directory(directory, model)
+    if opened is not None:
+        opened.read(cast(TransformersModel, model).network, world)
+        notes = opened.notes()
     peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))
     seconds = time.monotonic() - started
     memory = f"peak memory {format_bytes(peak)} per rank"
@@ -364,39 +376,48 @@ def load_into(
 
 
 @torch.no_grad()
-def read_directory(
-    directory: Path, model: AnyModel, *, to_be_exported: bool = False
-) -> Sequence[str]:
+def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
     """Fill this rank's shards of `model`, except for adapters, from `directory`.
 
     Args:
         directory: of a Hugging Face model or a checkpoint.
-        to_be_exported: whether other weights are to be written in its layout, once trained.
 
     Returns:
         Lines on what is not read as it is.
 
     Raises:
-        ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to;
-            or transformers cannot write a layout `to_be_exported`.
+        ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
         RunError: a file is damaged, or holds inf or NaN.
     """
     if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
-        conversion = open_conversion(directory)
-        if to_be_exported:
-            conversion.require_reversible()
-        conversion.read(model.network)
-        return conversion.notes()
+        opened = open_weights(directory)
+        opened.read(model.network)
+        return opened.notes()
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
-        read_weight(parameters[name], source)
+        _read_weight(parameters[name], source)
     if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
             f"{directory}: {MODEL_CONFIG} ties lm_head.weight to the embedding, but the files have"
             f" a different one; set tie_word_embeddings: false in {MODEL_CONFIG} to use it"
         )
     return [describe_unused(unused)] if unused else []
+
+
+def _read_weight(tensor: Tensor, source: Source) -> None:
+    """Fill this rank's rows of a parameter; of bytes of NF4, a few rows at a time are dense."""
+    if tensor.dtype != torch.uint8:
+        read_into(tensor, source)
+        return
+    local, start = local_rows(tensor)
+    inner = nf4.inner_width(tensor.shape[1])
+    n_rows = max(1, READ_BYTES // (4 * inner))
+    for target in local.split(n_rows):
+        rows = torch.empty(len(target), inner, device=local.device)
+        read_into(rows, source._replace(start=source.start + start))
+        target.copy_(nf4.quantize(rows))
+        start += len(target)
 
 
 class FoundWeights(NamedTuple):

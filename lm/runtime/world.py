@@ -139,6 +139,10 @@ class World:
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return smallest
 
+    def broadcast(self, values: Tensor) -> None:
+        """Fill every rank's `values`, a tensor on the device or the host, with those of rank 0."""
+        dist.broadcast(values, 0)
+
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's `value`, any picklable object, by rank."""
         values: list[Any] = [None] * self.size

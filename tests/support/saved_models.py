@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lm.hf.conversion import Conversion, open_conversion
+from lm.hf.class_weights import ClassWeights, open_weights
 from lm.runtime.world import World
 from lm.training.parallelize import MeshShape
 from lm.transformers_model import build_network
@@ -115,13 +115,13 @@ def make_model(raw: Mapping[str, Any]) -> Any:
     return model.eval()
 
 
-def read_network(conversion: Conversion) -> Any:
-    """The network of `conversion`, in which what is not read is NaN."""
-    network = build_network(conversion.text_config, on_meta=False).eval()
+def read_network(opened: ClassWeights) -> Any:
+    """The network of `opened`, in which what is not read is NaN."""
+    network = build_network(opened.text_config, on_meta=False).eval()
     with torch.no_grad():
         for tensor in network.state_dict().values():
             tensor.fill_(torch.nan)
-    conversion.read(network)
+    opened.read(network)
     return network
 
 
@@ -143,12 +143,12 @@ class ReadShards(NamedTuple):
 
 
 def read_on_ranks(world: World, directory: Path) -> ReadShards:
-    conversion = open_conversion(directory)
-    sharded = build_network(conversion.text_config)
+    opened = open_weights(directory)
+    sharded = build_network(opened.text_config)
     fully_shard(sharded, mesh=world.device_mesh(MeshShape(1, world.size)))
     sharded.to_empty(device="cpu")
-    peak = measure_peak(lambda: conversion.read(sharded))
-    complete = read_network(conversion).state_dict()
+    peak = measure_peak(lambda: opened.read(sharded, world))
+    complete = read_network(opened).state_dict()
     shapes: dict[str, list[int]] = {}
     differing: list[str] = []
     for name, tensor in sharded.state_dict().items():
