@@ -284,7 +284,7 @@ def test_list_and_verify_say_what_weights_without_an_optimizer_are_good_for(
         assert main(command) == 1
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("saved  step 0 ")
-        assert "its weights, for all but resume" in line
+        assert "good for all but resume" in line
         assert line.endswith(f"{saved / OPTIM_SHARDS[0]}: missing")
     (saved / WEIGHTS_FILE).unlink()
     assert main(["verify", str(run)]) == 1

@@ -92,8 +92,8 @@ def _describe_incomplete(where: Location, error: CheckpointError, check: Check) 
     if isinstance(error, NoTrainingStateError):
         with suppress(CheckpointError):
             manifest, checked = check(where, WEIGHTS)
-            use = f"its weights, for all but resume: {checked}"
-            return f"{describe(where.name, manifest, use)}; {error}"
+            use = f"weights: {checked}, good for all but resume: {error}"
+            return describe(where.name, manifest, use)
     return f"{where.name}  not complete: {error}"
 
 

@@ -85,7 +85,7 @@ def read_state(run_dir: Path) -> RunState:
 
 def write_state(run_dir: Path, state: RunState) -> None:
     """Write the state of the run in `run_dir`, durably."""
-    replace_durably(run_dir / STATE, state.model_dump_json(indent=1).encode())
+    replace_durably(run_dir / STATE, f"{state.model_dump_json(indent=1)}\n".encode())
     sync_directory(run_dir)
 
 
