@@ -117,10 +117,6 @@ class JSONL(Sink):
             file.close()
 
 
-_FIRST_COLUMNS = frozenset({"lr", "lr_schedule", "d_model", "n_layers", "batch_size"})
-"""of TensorBoard's table of hyperparameters, which shows five until others are chosen"""
-
-
 class TensorBoard(Sink):
     """Event files of two runs, `training` and `validation`, which share the chart `loss`.
 
@@ -161,9 +157,7 @@ class TensorBoard(Sink):
             summary_v2.Metric("loss", group="training", display_name="training loss"),
         ]
         self._trial = FileWriter(str(run_dir), flush_secs=10)
-        table = summary_v2.hparams_config_pb(columns, losses)
-        _put_first_columns_first(table)
-        self._trial.add_summary(table)
+        self._trial.add_summary(summary_v2.hparams_config_pb(columns, losses))
         self._trial.add_summary(summary_v2.hparams_pb(shown, trial_id=run_dir.name))
         _, _, self._trial_end = hparams({}, {})
 
@@ -190,18 +184,6 @@ class TensorBoard(Sink):
             writer.close()
         # Only now: after an error in one writer, the thread of another may still fail.
         threading.excepthook = self._excepthook
-
-
-def _put_first_columns_first(table: Any) -> None:
-    """Say that `_FIRST_COLUMNS` differ between runs, by which TensorBoard sorts before the name."""
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    plugin_data: Any = plugin_data_pb2  # generated code
-    for value in table.value:
-        data = plugin_data.HParamsPluginData.FromString(value.metadata.plugin_data.content)
-        for column in data.experiment.hparam_infos:
-            column.differs = column.name in _FIRST_COLUMNS
-        value.metadata.plugin_data.content = data.SerializeToString()
 
 
 def _add_sample(writer: SummaryWriter, record: Record) -> None:
