@@ -30,6 +30,7 @@ from lm.hf import __main__ as hf_main
 from lm.hf import config_json, examine, export
 from lm.hf.base import load_merged_model, load_trained_model, open_model, read_adapters
 from lm.hf.weights import examined_config
+from lm.launch.requirements import print_exception
 from lm.model_config import ModelConfig
 from lm.runtime.world import World
 from lm.tasks.packing import tokenize
@@ -1285,6 +1286,18 @@ def test_the_command_prints_an_examination(capsys: pytest.CaptureFixture[str]) -
     assert "packing                  does not hold: logits differ by" in printed
     assert hf_main.main(["examine", "bert"]) == 2
     assert "refused: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["transformers.core_model_loading", "transformers.gone"])
+def test_a_version_without_what_is_private_in_it_is_named_with_one_that_works(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ImportError) as missing:
+        exec(f"from {module} import was_renamed")
+    assert print_exception(missing.value) == 2
+    line = capsys.readouterr().err
+    assert "not installed" not in line
+    assert f"pip install transformers=={transformers.__version__}" in line
 
 
 def test_models_of_transformers_are_modules_of_their_class(models: dict[str, Path]) -> None:
