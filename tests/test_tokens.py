@@ -133,6 +133,15 @@ def test_mixture_is_validated_on_each_of_its_directories(tmp_path: Path) -> None
         opened({a: 3, b: 1})
 
 
+def test_directories_of_one_name_are_separate_validation_sets(tmp_path: Path) -> None:
+    names = ("a/wiki", "b/wiki-2", "c/wiki", "d/wiki")
+    sizes = (9, 13, 17, 21)
+    directories = [str(both(tmp_path / name, n)) for name, n in zip(names, sizes, strict=True)]
+    data = opened(dict.fromkeys(directories, 1))
+    assert len({each.name for each in data.validation}) == 4
+    assert [len(each.dataset) for each in data.validation] == [2, 3, 4, 5]
+
+
 def test_validation_on_what_is_trained_on_is_said(tmp_path: Path) -> None:
     where = str(write(tmp_path, range(50)).parent)
     assert [note for note in opened(where, val_data=where).notes if "trained on" in note]

@@ -382,9 +382,12 @@ def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]
         if not (directory / f"{VALIDATION}.json").exists():
             problem = f"val_data: {directory} has no validation part"
             raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", directory.resolve().name)[:30] or "root"
-        if name in named:
-            name = f"{name}-{len(named)}"
+        directory_name = re.sub(r"[^A-Za-z0-9_-]", "_", directory.resolve().name)[:30] or "root"
+        name = directory_name
+        number = len(named)
+        while name in named:
+            name = f"{directory_name}-{number}"
+            number += 1
         named[name if len(train_paths) > 1 else None] = str(directory)
     return named
 
