@@ -960,11 +960,24 @@ def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     line, part = INVALID[name]
     file.write_bytes(b'{"text": "ok"}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(ConfigError) as error:
-        JsonlDataset([file, write(tmp_path / "b.jsonl", [{}])], LLAMA, 8)
+        JsonlDataset([file, write(tmp_path / "b.jsonl", [{"text": "ok"}, {}])], LLAMA, 8)
     first, second = error.value.problems
     assert first.startswith(f"{file}:2: ")
     assert part in first
-    assert second.startswith(f"{tmp_path}/b.jsonl:1: the line has the keys: none")
+    assert second.startswith(f"{tmp_path}/b.jsonl:2: the line has the keys: none")
+
+
+def test_error_in_the_first_line_of_any_file_precedes_the_tokenizing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"]
+    for path, line in zip(files, ('{"text": "to be"}', '{"text": 1}', "[]"), strict=True):
+        path.write_text(line)
+    monkeypatch.delattr("lm.data.jsonl.tokenize_files")
+    with pytest.raises(ConfigError) as caught:
+        JsonlDataset(files[:2], BYTES, 16)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(f"{files[1]}:1: ")
 
 
 def test_jsonl_counts_megabytes_of_empty_lines(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ MAX_EXPANSION = 200
 """By which factor a compressed file can expand: text has 3 to 20, tasks with examples up to 80."""
 FREE_EXPANSION_BYTES = 64 << 20
 """To which any compressed file can expand."""
+_START_BYTES = 4096
+"""that are looked at to know what a file is"""
 _ZST_READ_BYTES = 2048
 """Small, because a byte of a .zst file can decompress to ten thousand."""
 _ZST_MAX_WINDOW_BYTES = 1 << 31
@@ -46,7 +48,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             check_pointer(path)
             size = path.stat().st_size
             limit = max(MAX_EXPANSION * size, FREE_EXPANSION_BYTES)
-        for block in _read_raw_blocks(path):
+        for block in _join_start(_read_raw_blocks(path)):
             if n_bytes + len(block) > limit:
                 problem = f"{size:,} bytes expand to more than {limit:,}"
                 raise ConfigError(f"{path}: {problem}; if this is right, decompress it first")
@@ -62,6 +64,18 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             if n_bytes == 0:
                 problem += f", or if it is not compressed, rename it to {path.stem}"
         raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {problem}") from None
+
+
+def _join_start(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield `blocks`, the first ones joined to `_START_BYTES`: a frame can have a single byte."""
+    start = b""
+    for block in blocks:
+        start += block
+        if len(start) >= _START_BYTES:
+            break
+    if start:
+        yield start
+    yield from blocks
 
 
 def _read_raw_blocks(path: Path) -> Iterator[bytes]:

@@ -25,7 +25,13 @@ from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import TOKENIZING_PACKAGES, name_files
-from lm.data.records import RecordOptions, TokenizedPiece, TokenizedSample, tokenize_files
+from lm.data.records import (
+    RecordOptions,
+    TokenizedPiece,
+    TokenizedSample,
+    check_first_lines,
+    tokenize_files,
+)
 from lm.data.rendering import describe_notes, describe_template
 from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.errors import ConfigError
@@ -138,6 +144,7 @@ def _write(
     packing: bool,
 ) -> None:
     """Tokenize the lines of all files, and write the arrays of their dataset."""
+    check_first_lines(files, tokenizer, options)
     with (
         tempfile.TemporaryFile(dir=directory) as inputs,
         tempfile.TemporaryFile(dir=directory) as targets,

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,6 +115,22 @@ def tokenize_files(
             if not errors:
                 yield piece
     raise_together(list(errors.values()))
+
+
+def check_first_lines(files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions) -> None:
+    """Raise ConfigError if the first line of a file is invalid, before all lines are tokenized."""
+    tokenize = _PieceTokenizer(tokenizer, replace(options, held_out=None)).tokenize
+    errors: list[ConfigError] = []
+    for path in files:
+        piece = _Piece(path, first_line=0, first_record=0)
+        try:
+            piece.lines += itertools.islice(read_raw_lines(path), 1)
+        except ConfigError as error:
+            piece.error = error
+        tokenized = tokenize(piece)
+        if tokenized.error is not None:
+            errors.append(tokenized.error)
+    raise_together(errors)
 
 
 @dataclass
