@@ -21,10 +21,12 @@ from typing import Any, ClassVar
 
 from lm.data import token_file
 from lm.data.documents import FORMATS, format_of
-from lm.data.encoder import Document, TokenChunk, encode_in_threads, split_document
+from lm.data.encoder import TokenChunk, encode_in_threads, split_document
 from lm.data.files import find_files, name_files
 from lm.data.progress import bar_of_files
 from lm.data.readers import (
+    Text,
+    cut_between_words,
     hold_out,
     must_split,
     read_documents,
@@ -129,8 +131,10 @@ def _write_files(
     fraction = args.validation_fraction
     notes: list[str] = []
     text_files = [path for path in files if format_of(path, args.format) != "hdf5"]
-    documents = read_documents(text_files, args.format, args.text_field)
-    from_tail = must_split(documents, fraction)
+    for path in text_files:  # before hours of encoding, what is wrong with the start of any
+        next(read_documents([path], args.format, args.text_field), None)
+    texts = read_documents(text_files, args.format, args.text_field)
+    from_tail = must_split(texts, fraction)
     if from_tail:
         notes.append(f"too few documents: the last {100 * fraction:g} % of each is held out")
     if tokenizer is None:
@@ -160,6 +164,7 @@ def _write_files(
     lines: list[str] = []
     for writer in writers:
         index = writer.finish(tokenizer.identity, sources, _index_options(args))
+        notes += token_file.describe_unread_ends(index)
         lines.append(token_file.describe_split(args.out / f"{writer.name}.json", index))
     seconds = time.monotonic() - started
     speed = f"{format_bytes(n_bytes / seconds)}/s, {n_tokens / seconds:,.0f} tokens/s"
@@ -183,19 +188,22 @@ def _check_not_empty(
 
 def _read_split_documents(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
-) -> Iterator[Document]:
-    documents = read_documents(files, args.format, args.text_field)
-    return hold_out(documents, args.validation_fraction, from_tail)
+) -> Iterator[Text]:
+    texts = read_documents(files, args.format, args.text_field)
+    return hold_out(texts, args.validation_fraction, from_tail)
 
 
 def _read_training_texts(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> Iterator[str]:
     with bar_of_files("reading for the tokenizer", files, args.format) as progress:
-        for document in _read_split_documents(args, files, from_tail):
-            if not document.held_out:
-                yield document.text
-            progress.update(document.size)
+        for document, blocks in _read_split_documents(args, files, from_tail):
+            for part in cut_between_words(blocks()):
+                if not document.held_out:
+                    yield part
+                if document.size is None:
+                    progress.update(len(part.encode()))
+            progress.update(document.size or 0)
 
 
 def _read_tokens(
@@ -214,8 +222,8 @@ def _read_tokens(
                 yield from read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
         else:
             assert not isinstance(tokenizer, _UnknownTokenizer)  # find_inputs
-            documents = _read_split_documents(args, paths, from_tail)
-            split = (split_document(each, [each.text], tokenizer) for each in documents)
+            texts = _read_split_documents(args, paths, from_tail)
+            split = (split_document(each.document, each.blocks(), tokenizer) for each in texts)
             parts = itertools.chain.from_iterable(split)
             yield from encode_in_threads(parts, tokenizer, args.workers)
 

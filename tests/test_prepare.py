@@ -29,7 +29,7 @@ from tokenizers import models, pre_tokenizers
 from lm import prepare as command
 from lm.data import readers, token_file
 from lm.data.blocks import read_blocks
-from lm.data.encoder import CHUNK_SIZE, TokenChunk
+from lm.data.encoder import CHUNK_SIZE, END_OF_TEXT, TokenChunk
 from lm.data.readers import is_held_out, read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, first_tokens, open_documents
@@ -138,7 +138,7 @@ FILES = {
 
 
 def read(path: Path, field: str = "text") -> list[str]:
-    return [document.text for document in read_documents([path], None, field)]
+    return ["".join(text.blocks()) for text in read_documents([path], None, field)]
 
 
 # ---- formats
@@ -351,7 +351,7 @@ def test_hdf5_samples_are_held_out_one_by_one(
 ) -> None:
     samples = np.random.default_rng(0).integers(0, 900, (60, 4))
     path = hdf5(tmp_path / "a.h5", samples.tolist())
-    splits = [is_held_out(np.array(sample, "<u4").tobytes(), 0.4) for sample in samples]
+    splits = [is_held_out([np.array(sample, "<u4").tobytes()], 0.4) for sample in samples]
     for held_out in (False, True):
         ids, ends = joined(read_ids(path, 1000, 999, 0.4), held_out)
         assert [token for token in ids if token != 999] == samples[
@@ -691,6 +691,67 @@ def test_prepare_refuses_input_without_documents(
     assert (code, output, len(errors.splitlines())) == (2, "", 1)
     assert errors.startswith(error.format(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--validation-fraction", 0.3), ("--train-tokenizer", 300)]
+)
+def test_prepare_reads_a_file_of_text_in_blocks(
+    options: tuple[object, ...], tmp_path: Path
+) -> None:
+    text = "".join(f"line {n % 1000} of a long text\n" for n in range(60_000))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    common = options if "--train-tokenizer" in options else (*options, "--tokenizer", "bytes")
+    for name in ("a.txt", "a.jsonl"):
+        assert run(tmp_path / name, *common, "--out", tmp_path / f"{name}.out")[0] == 0
+    of_text = content(tmp_path / "a.txt.out")
+    of_record = content(tmp_path / "a.jsonl.out")
+    assert of_text.keys() == of_record.keys()
+    for name in of_text:
+        if name not in ("train.json", "validation.json"):
+            assert of_text[name] == of_record[name]
+
+
+def test_prepare_memory_does_not_grow_with_a_file_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    peaks: list[int] = []
+    for size in (8, 32):
+        path.write_text("The quick brown fox jumps over the lazy dog.\n" * (size << 15))
+        options = [str(path), "--tokenizer", "bytes", "--out", str(tmp_path / "out"), "--overwrite"]
+        script = f"from lm.prepare import main; main({[*options, '--workers', '1']}); "
+        script += "print(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert peaks[1] - peaks[0] < 10_000, "KiB, of 35 MB more text"
+
+
+def test_error_at_the_start_of_any_file_precedes_the_encoding(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be")
+    (tmp_path / "b.jsonl").write_text('{"text": 1}')
+    arguments = command.parse_arguments(
+        [str(tmp_path), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("lm.prepare.encode_in_threads")
+        with pytest.raises(ConfigError, match=r"b\.jsonl:1: "):
+            command.write_dataset(arguments, command.find_inputs(arguments))
+
+
+def test_end_of_text_in_a_file_ends_a_document(tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    (tmp_path / "a.txt").write_text(f"one{END_OF_TEXT}two{END_OF_TEXT}")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": f"one{END_OF_TEXT}two"}))
+    for name, tokenizer, n_documents, n_unread in (
+        ("a.txt", tmp_path / TOKENIZER_JSON, 2, 0),
+        ("b.jsonl", tmp_path / TOKENIZER_JSON, 1, 0),
+        ("a.txt", "bytes", 1, 2),
+    ):
+        out = tmp_path / f"{name}-{n_unread}"
+        code, output, _ = run(tmp_path / name, "--tokenizer", tokenizer, "--out", out)
+        index = read_index(out / "train.json")
+        assert (code, index.documents, index.unread_ends) == (0, n_documents, n_unread)
+        assert (f"{END_OF_TEXT} is 2 times in the text" in output) == (n_unread > 0)
 
 
 # ---- completely or not at all

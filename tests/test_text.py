@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import json
@@ -246,8 +247,11 @@ def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
     starts = [f"{cut}: byte 1 ", f"{tmp_path}/gone: ", f"{latin}: byte 1 "]
     for problem, start in zip(sorted(caught.value.problems), starts, strict=True):
         assert problem.startswith(start)
+    files = [latin.with_name(f"latin{n}") for n in range(25)]
+    for path in files:
+        path.write_bytes(latin.read_bytes())
     with pytest.raises(ConfigError, match=r"\.\.\. and 5 more$"):
-        read_text([latin] * 25, TOKENIZER)
+        read_text(files, TOKENIZER)
 
 
 def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> None:
@@ -448,6 +452,40 @@ def test_long_file_has_the_tokens_of_its_text(tmp_path: Path) -> None:
             expected = second
         assert np.array_equal(document, expected)
     assert read.index.has_bytes
+
+
+@pytest.mark.parametrize("first", [b"\xef\xbb\xbf", b"\xef", b"\xef\xbb\xbf\xc3", b""])
+def test_first_frame_can_be_any_part_of_the_text(first: bytes, tmp_path: Path) -> None:
+    text = "é hello world\n" * 50
+    content = codecs.BOM_UTF8 + text.encode()
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(zstandard.compress(first) + zstandard.compress(content[len(first) :]))
+    (tmp_path / "b.txt").write_text("other")
+    for folder in (path, tmp_path):
+        read = read_text(find_files(str(folder), ""), ByteTokenizer())
+        assert read.index.documents == (1 if folder == path else 2)
+        assert len(read) == len(text.encode()) + 1 + (0 if folder == path else 6)
+
+
+@pytest.mark.parametrize("reads_ends", [True, False])
+def test_ends_of_text_in_a_file_are_said(reads_ends: bool, tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    tokenizer = str(tmp_path / TOKENIZER_JSON) if reads_ends else "bytes"
+    path = tmp_path / "a.txt"
+    path.write_text("<|endoftext|>".join(["to be or not to be"] * 30))
+    config = {"dataset": "text", "train_data": str(path), "tokenizer": tokenizer}
+    notes = open_data(DataConfig.model_validate(config), 300, 8, 2, 0).notes
+    said = "train_data: <|endoftext|> is 29 times in the text, which is not the end of text"
+    if reads_ends:
+        said = "train_data: 30 documents in 1 file"
+    assert len([note for note in notes if note.startswith(said)]) == 1
+
+
+def test_file_of_half_a_character_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("é".encode()[:1])
+    (tmp_path / "b.txt").write_text("other")
+    with pytest.raises(ConfigError, match=r"a\.txt: byte 0 is not UTF-8"):
+        read_text(find_files(str(tmp_path), ""), ByteTokenizer())
 
 
 @pytest.mark.parametrize("at_end", [False, True])

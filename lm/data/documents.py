@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.data.blocks import decode_utf8, is_compressed, read_blocks, read_line_blocks
+from lm.data.blocks import decode_utf8, is_compressed, read_line_blocks, read_text_blocks
 from lm.data.json_lines import Record, read_json_lines
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
@@ -101,8 +101,8 @@ def read_records(path: Path, name: str) -> Iterator[Record]:
     """
     match name:
         case "text":
-            content = b"".join(read_blocks(path))
-            yield Record(str(path), {"text": decode_utf8(path, content)}, len(content))
+            text = "".join(read_text_blocks(path))
+            yield Record(str(path), {"text": text}, len(text.encode()))
         case "jsonl":
             yield from read_json_lines(path)
         case _:

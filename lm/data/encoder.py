@@ -17,6 +17,8 @@ from lm.errors import error_prefix
 
 CHUNK_SIZE = 1 << 17
 """Characters after which a chunk is encoded; the library takes 120 bytes for each."""
+END_OF_TEXT = "<|endoftext|>"
+"""what separates the documents in published files of text"""
 CHUNKS_PER_THREAD = 3
 """Chunks that are encoded or wait to be written, for each thread."""
 
@@ -26,10 +28,12 @@ class Document:
     """The text of a document, or a part of it."""
 
     text: str
-    size: int
-    """bytes of input"""
+    size: int | None
+    """bytes of input; None = those of the text"""
     place: str
     """in errors"""
+    is_file: bool = False
+    """a file of text, in which an end of text ends a document"""
     held_out: bool = False
     is_start: bool = True
     is_end: bool = True
@@ -48,6 +52,8 @@ class TokenChunk:
     """bytes of input"""
     has_bytes: bool = True
     """whether the ids tell how many bytes of text they are"""
+    n_unread_ends: int = 0
+    """times that files of text have `END_OF_TEXT`, which is not the tokenizer's end of text"""
 
 
 @dataclass
@@ -83,12 +89,16 @@ def split_document(
     Args:
         blocks: of its text.
     """
-    pieces = tokenizer.split(blocks)
+    pieces = filter(None, tokenizer.split(blocks))
     piece = next(pieces, "")
     is_start = True
     while piece:
         following = next(pieces, "")
-        size = document.size if is_start else 0
+        size = document.size
+        if size is None:
+            size = len(piece.encode())
+        elif not is_start:
+            size = 0
         yield replace(document, text=piece, size=size, is_start=is_start, is_end=not following)
         is_start = False
         piece = following
@@ -120,13 +130,24 @@ def _encode_chunk(chunk: _TextChunk, tokenizer: Tokenizer) -> TokenChunk:
         check.add(tokenizer, part.text, ids, is_start=part.is_start)
         if part.is_end:
             ids = end_text(ids, tokenizer.eos_id)
+        if part.is_file:
+            inner_ends = n_tokens + 1 + np.flatnonzero(ids == tokenizer.eos_id)
+            ends += inner_ends.tolist()
+        elif part.is_end:
+            ends.append(n_tokens + len(ids))
         encoded.append(ids)
         n_tokens += len(ids)
-        if part.is_end:
-            ends.append(n_tokens)
     ids = np.concatenate(encoded)
-    size = sum(part.size for part in chunk.parts)
-    return TokenChunk(ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact)
+    size = sum(part.size or 0 for part in chunk.parts)
+    n_unread = _count_unread_ends(chunk, tokenizer)
+    return TokenChunk(ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact, n_unread)
+
+
+def _count_unread_ends(chunk: _TextChunk, tokenizer: Tokenizer) -> int:
+    count = sum(part.text.count(END_OF_TEXT) for part in chunk.parts if part.is_file)
+    if count > 0 and tokenizer.encode_piece(END_OF_TEXT).tolist() == [tokenizer.eos_id]:
+        return 0
+    return count
 
 
 def _encode_part(part: Document, tokenizer: Tokenizer) -> NDArray[np.uint32]:

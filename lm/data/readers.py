@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.blocks import read_text_blocks
 from lm.data.documents import format_of, read_records, read_table, stream_records
 from lm.data.encoder import Document, TokenChunk
 from lm.data.json_lines import Record
@@ -20,6 +23,7 @@ from lm.data.signatures import check_pointer
 from lm.errors import ConfigError, error_text
 from lm.launch.requirements import requires
 
+_SPACE = re.compile(r"(?<=\S) (?=\S)")
 IDS_AT_ONCE = 1 << 20
 """that are read from an HDF5 file"""
 MAX_COMPRESSION = 1100
@@ -28,53 +32,96 @@ MAX_SAMPLE_BYTES = 1 << 30
 """Of one row of an HDF5 file, which is read at once."""
 
 
-def is_held_out(document: bytes, fraction: float) -> bool:
-    """Return whether a document is for validation, a function of its content alone.
+class Text(NamedTuple):
+    """The text of a document, which is read in blocks, as a file can be larger than the memory."""
+
+    document: Document
+    """without its text"""
+    blocks: Callable[[], Iterator[str]]
+    """of the text, from its start"""
+
+
+def is_held_out(document: Iterable[bytes], fraction: float) -> bool:
+    """Return whether a document, in blocks, is for validation, a function of its content alone.
 
     True for `fraction` of all documents.
     """
     if fraction == 0:
         return False
-    digest = hashlib.blake2b(document, digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    digest = hashlib.blake2b(digest_size=8)
+    for block in document:
+        digest.update(block)
+    return int.from_bytes(digest.digest(), "big") < fraction * 2**64
 
 
-def hold_out(documents: Iterable[Document], fraction: float, from_tail: bool) -> Iterator[Document]:
-    """Yield the documents, with `fraction` of them held out, or the last `fraction` of each."""
-    for document in documents:
+def _is_held_out_text(text: Text, fraction: float) -> bool:
+    return is_held_out(map(str.encode, text.blocks()), fraction)
+
+
+def hold_out(texts: Iterable[Text], fraction: float, from_tail: bool) -> Iterator[Text]:
+    """Yield the texts, with `fraction` of them held out, or the last `fraction` of each."""
+    for text in texts:
         if from_tail:
-            yield from _split_document(document, fraction)
+            yield from _split_text(text, fraction)
         else:
             if fraction > 0:
-                document.held_out = is_held_out(document.text.encode(), fraction)
-            yield document
+                text.document.held_out = _is_held_out_text(text, fraction)
+            yield text
 
 
-def _split_document(document: Document, fraction: float) -> Iterator[Document]:
-    """Yield a document without its last `fraction`, then that; each has its share of the bytes."""
-    n_characters = len(document.text)
+def _split_text(text: Text, fraction: float) -> Iterator[Text]:
+    """Yield a text without its last `fraction`, then that; each has its share of the bytes."""
+    document = text.document
+    n_characters = sum(map(len, text.blocks()))
     n_kept = n_characters - round(n_characters * fraction)
-    kept_size = document.size * n_kept // n_characters
+    kept_size = None
+    rest_size = None
+    if document.size is not None:
+        kept_size = document.size * n_kept // n_characters
+        rest_size = document.size - kept_size
     if n_kept > 0:
-        yield replace(document, text=document.text[:n_kept], size=kept_size)
+        kept = partial(_cut, text, 0, n_kept)
+        yield Text(replace(document, size=kept_size), kept)
     if n_kept < n_characters:
-        rest = replace(document, text=document.text[n_kept:], size=document.size - kept_size)
-        yield replace(rest, held_out=True)
+        rest = partial(_cut, text, n_kept, n_characters)
+        yield Text(replace(document, size=rest_size, held_out=True), rest)
 
 
-def must_split(documents: Iterable[Document], fraction: float) -> bool:
+def _cut(text: Text, start: int, stop: int) -> Iterator[str]:
+    """Yield the characters from `start` to `stop` of a text, in blocks."""
+    position = 0
+    for block in text.blocks():
+        yield block[max(0, start - position) : max(0, stop - position)]
+        position += len(block)
+
+
+def cut_between_words(blocks: Iterable[str]) -> Iterator[str]:
+    """Yield a text in parts that end before a space between two words, if it has several blocks."""
+    text = ""
+    for block in blocks:
+        if text:
+            seams = [seam.start() for seam in _SPACE.finditer(text)]
+            seam = seams[-1] if seams else 0
+            if seam > 0:
+                yield text[:seam]
+            text = text[seam:]
+        text += block
+    yield text
+
+
+def must_split(texts: Iterable[Text], fraction: float) -> bool:
     """Return whether `is_held_out` leaves one split without documents.
 
     Reads no more of them than it needs.
     """
     if fraction == 0:
         return False
-    held_out = (is_held_out(document.text.encode(), fraction) for document in documents)
+    held_out = (_is_held_out_text(text, fraction) for text in texts)
     first = next(held_out, None)
     return first is not None and all(each == first for each in held_out)
 
 
-def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Document]:
+def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Text]:
     """Yield the documents of files of any format but HDF5 in order, without empty ones.
 
     Args:
@@ -82,16 +129,16 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
         field: column or key of the text.
     """
     for path in paths:
-        for document in _read_file(path, format_of(path, override), field):
-            if document.text:
-                yield document
+        for text in _read_file(path, format_of(path, override), field):
+            if any(text.blocks()):
+                yield text
 
 
-def _read_file(path: Path, name: str | None, field: str) -> Iterator[Document]:
+def _read_file(path: Path, name: str | None, field: str) -> Iterator[Text]:
     match name:
         case "text":
-            for record in read_records(path, name):
-                yield Document(record.fields["text"], record.size, record.place)
+            document = Document("", None, str(path), is_file=True)
+            yield Text(document, partial(read_text_blocks, path))
         case "jsonl":
             yield from _read_field(read_records(path, name), field)
         case "csv" | "tsv":
@@ -103,10 +150,10 @@ def _read_file(path: Path, name: str | None, field: str) -> Iterator[Document]:
             yield from _read_library_table(str(name), path, field)
 
 
-def _read_field(records: Iterable[Record], field: str) -> Iterator[Document]:
+def _read_field(records: Iterable[Record], field: str) -> Iterator[Text]:
     for record in records:
         text = _get_text(record.fields, field, record.place)
-        yield Document(text, record.size, record.place)
+        yield Text(Document("", record.size, record.place), partial(iter, (text,)))
 
 
 def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
@@ -121,7 +168,7 @@ def _check_column(columns: Iterable[str], field: str, place: str) -> None:
     _get_text(dict.fromkeys(columns, ""), field, place)
 
 
-def _read_library_table(name: str, path: Path, field: str) -> Iterator[Document]:
+def _read_library_table(name: str, path: Path, field: str) -> Iterator[Text]:
     try:
         from datasets import logging
     except ImportError:
@@ -133,7 +180,7 @@ def _read_library_table(name: str, path: Path, field: str) -> Iterator[Document]
         for row, record in enumerate(table.select_columns([field]), 1):
             place = f"{path}: row {row}"
             text = _get_text(record, field, place)
-            yield Document(text, len(text), place)
+            yield Text(Document("", len(text), place), partial(iter, (text,)))
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
         raise ConfigError(f"{path}: cannot be read as {name}: {error_text(error)}") from None
 
@@ -226,7 +273,7 @@ def _join_samples(
 
 
 def _is_held_out_ids(ids: NDArray[np.integer[Any]], fraction: float) -> bool:
-    return is_held_out(ids.astype("<u4").tobytes(), fraction)
+    return is_held_out([ids.astype("<u4").tobytes()], fraction)
 
 
 def _without_repeated(

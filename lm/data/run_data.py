@@ -18,7 +18,7 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.stream import StreamedSource
 from lm.data.text import hash_tokens, read_text
-from lm.data.token_file import TRAIN, VALIDATION, TokenFile, read_index
+from lm.data.token_file import TRAIN, VALIDATION, TokenFile, describe_unread_ends, read_index
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
@@ -287,6 +287,11 @@ def _text_notes(found: list[Path], text: TokenFile, tokenizer: Tokenizer) -> lis
             problem = f"records in {share}, e.g. {records[0].name}"
             reason = f"dataset: text also learns the syntax of {kind}"
             notes.append(f"train_data: {problem}: {reason}; {remedies[kind]}")
+    n_documents = text.index.documents
+    if n_documents > len(found):
+        documents = f"{n_documents:,} documents in {format_count(len(found), 'file')}"
+        notes.append(f"train_data: {documents}, as ends of text in a file end a document, too")
+    notes += [f"train_data: {line}" for line in describe_unread_ends(text.index)]
     if len(text) < SMALL_TEXT:  # every token is at least a byte
         n_bytes = int(tokenizer.text_bytes[text[:]].sum())
         if n_bytes < SMALL_TEXT:

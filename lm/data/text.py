@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,24 +85,39 @@ def _read_documents(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Doc
     """Yield each file as a document in parts, up to an error.
 
     Raises:
-        ConfigError: files cannot be read; it says this of all of them.
+        ConfigError: files cannot be read; it says this of all of them. Nothing is yielded if one
+            cannot be read from its start.
     """
-    others: dict[Path, NotTextError] = {}
-    errors: list[ConfigError] = []
+    errors: dict[Path, ConfigError] = {}
+    for path in files:
+        with _collected(errors, path):
+            next(read_text_blocks(path), None)
     with bar_of_files("tokenizing", files, "text", hidden=not is_rank0()) as progress:
         for path in files:
-            document = Document("", 0, str(path))
-            try:
+            document = Document("", 0, str(path), is_file=True)
+            with _collected(errors, path):
                 for part in split_document(document, _read_blocks(path, progress), tokenizer):
-                    if not errors and not others:
+                    if not errors:
                         yield part
-            except NotTextError as error:
-                others[path] = error
-            except ConfigError as error:
-                errors.append(error)
+    others: dict[Path, NotTextError] = {}
+    problems: list[ConfigError] = []
+    for path, error in errors.items():
+        if isinstance(error, NotTextError):
+            others[path] = error
+        else:
+            problems.append(error)
     if others:
-        errors.append(_not_text(others, files))
-    raise_together(errors)
+        problems.append(_not_text(others, files))
+    raise_together(problems)
+
+
+@contextmanager
+def _collected(errors: dict[Path, ConfigError], path: Path) -> Iterator[None]:
+    """Add the error of reading `path`, if any, to `errors`."""
+    try:
+        yield
+    except ConfigError as error:
+        errors[path] = error
 
 
 def _read_blocks(path: Path, progress: tqdm[Any]) -> Iterator[str]:

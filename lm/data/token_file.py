@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from lm.data.encoder import TokenChunk
+from lm.data.encoder import END_OF_TEXT, TokenChunk
 from lm.data.signatures import check_pointer
 from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
@@ -70,6 +70,9 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     ends_crc32c: int = Field(ge=0, lt=2**32, description="of NAME.ends")
     has_bytes: bool = Field(
         True, description="the ids tell how many bytes of text they are, if the tokenizer is known"
+    )
+    unread_ends: int = Field(
+        0, ge=0, description="<|endoftext|> in the text that is not the tokenizer's end of text"
     )
     sources: list[SourceRecord]
     options: dict[str, str | int | float | None] = Field(
@@ -228,6 +231,7 @@ class TokenFileWriter:
         self.n_tokens = 0
         self.n_documents = 0
         self._has_bytes = True
+        self._n_unread_ends = 0
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
@@ -237,6 +241,7 @@ class TokenFileWriter:
         self.n_tokens += len(chunk.ids)
         self.n_documents += len(chunk.ends)
         self._has_bytes = self._has_bytes and chunk.has_bytes
+        self._n_unread_ends += chunk.n_unread_ends
 
     def close(self) -> None:
         self._ids.file.close()
@@ -262,12 +267,23 @@ class TokenFileWriter:
             crc32c=self._ids.crc32c,
             ends_crc32c=self._ends.crc32c,
             has_bytes=self._has_bytes,
+            unread_ends=self._n_unread_ends,
             sources=list(sources),
             options=dict(options or {}),
         )
         content = index.model_dump_json(indent=1).encode()
         write_durably(self._directory / f"{self.name}.json", content)
         return index
+
+
+def describe_unread_ends(index: TokenIndex) -> list[str]:
+    """Return a line if the text has ends of documents that the tokenizer does not read as such."""
+    if index.unread_ends == 0:
+        return []
+    problem = f"{END_OF_TEXT} is {index.unread_ends:,} times in the text"
+    cause = "which is not the end of text of this tokenizer, and ends no document"
+    remedy = "use a tokenizer that has it, or write each document as a line of JSON Lines"
+    return [f"{problem}, {cause}; {remedy}"]
 
 
 def describe_split(path: Path, index: TokenIndex) -> str:
