@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import zstandard
 
 from lm import prepare
 from lm.data.blocks import READ_BLOCK_BYTES, read_text_blocks
