@@ -172,12 +172,11 @@ def possible_lengths(config: Mapping[str, Any], least: int) -> Iterator[KeyPath]
     shorter.
     """
     for key, value in config.items():
+        is_known = key in _WIDTHS and key not in _POSITIONS
         if isinstance(value, dict) and key != "per_layer_config":
             for inner in possible_lengths(value, least):
                 yield (key, *inner)
-        is_known = key in _WIDTHS and key not in _POSITIONS
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if is_number and value > least and not is_known and not key.endswith(_IDS):
+        elif isinstance(value, int) and value > least and not is_known and not key.endswith(_IDS):
             yield (key,)
 
 
