@@ -166,7 +166,7 @@ class Soak:
 
     def _run_once(self, folder: Path) -> bool:
         """Start a search, disturb it, and check its outcome. Return whether it has ended."""
-        on_disk: list[Variant] = [self._choose(CHANGED_AT_START)]
+        on_disk: list[Variant] = [self._choose(CHANGED_AT_START, folder)]
         write_data(folder, on_disk[0])
         search = start(folder, "--parallel", "2")
         killed = self._disturb(folder, search, on_disk)
@@ -178,14 +178,19 @@ class Soak:
         outcome = self._judge(folder, search.returncode, output, errors, on_disk)
         self._n_killed += killed is not None
         self.outcomes[outcome if killed is None else f"{outcome}, {killed.name}"] += 1
-        if sys.stderr.isatty():
-            print(f"\r{self._n_killed}", end="\r", file=sys.stderr, flush=True)
+        print(f"{self._n_killed} {outcome}", file=sys.stderr, flush=True)
         return outcome == "ended"
 
-    def _choose(self, share: float) -> Variant:
+    def _choose(self, share: float, folder: Path) -> Variant:
+        """Draw a file that changes; else return what the first trial has read, as a user would."""
         if self.draw.random() < share:
             return self.draw.choice(list(FILES))
-        return None
+        if not (folder / "runs/tiny/search.journal").exists():
+            return None
+        inputs = read_study(folder / "runs/tiny").user_attrs.get("inputs ")
+        if inputs is None:
+            return None
+        return self._variant_of(inputs)
 
     def _disturb(
         self, folder: Path, search: subprocess.Popen[str], on_disk: list[Variant]
@@ -207,7 +212,7 @@ class Soak:
             if signum is not None:
                 search.send_signal(signum)
                 return signum
-            on_disk.append(self._choose(0.5))
+            on_disk.append(self._choose(0.5, folder))
             write_data(folder, on_disk[-1])
         return None
 

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from lm.config.reading import load_hyperparameters
 from lm.data.run_data import open_data
 from lm.errors import ConfigError, RunError
-from lm.hf import adapters
+from lm.hf import weights
 from lm.inputs import fingerprint_inputs
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment
@@ -410,7 +410,7 @@ def test_search_ends_where_its_data_change() -> None:
     write_data()
     finish(start(Path.cwd()))
     assert {trial.state for trial in read_trials()} == {TrialState.COMPLETE}
-    assert loss_at_end("tiny/trial-1-again") == read_trials()[1].value
+    assert loss_at_end("tiny/trial-1-again-1") == read_trials()[1].value
 
 
 @pytest.mark.slow
@@ -472,7 +472,7 @@ def test_killed_search_whose_data_change_has_equal_trials() -> None:
 
 def read_inputs(**changes: Any) -> dict[str, Any]:
     """Return what a run of `tiny.yaml` depends on besides its hyperparameters."""
-    hp = load_hyperparameters(Path("tiny.yaml"), [], adapters.model_defaults)
+    hp = load_hyperparameters(Path("tiny.yaml"), [], weights.model_defaults)
     model = hp.model
     data = open_data(hp.data, model.vocab_size, model.max_seq_len, 1, seed=0)
     return fingerprint_inputs(dataclasses.replace(hp, **changes), data, "own: 1 question")
@@ -489,9 +489,9 @@ def test_inputs_name_other_weights_templates_and_configs() -> None:
     before = read_inputs()
     make_reference(LLAMA | {"vocab_size": 290}, 1).save_pretrained("hf")
     Path("template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
-    template, weights = find_changes(before, read_inputs())
+    template, init_from = find_changes(before, read_inputs())
     assert template.startswith("chat_template: was ")
-    assert weights.startswith("init_from: was 1 files, ")
+    assert init_from.startswith("init_from: was 1 files, ")
     config, transformers = find_changes(read_inputs(), read_inputs(model=OF_TRANSFORMERS))
     assert config.startswith("config: was None")
     assert transformers.startswith("transformers: was None, is now 5.")

@@ -278,11 +278,11 @@ class Search:
 
     def _open_run(self, number: int) -> TrialRun:
         """Return the run of a trial: another one if a start of it has read other inputs."""
-        name = f"trial-{number}"
-        run = TrialRun(self.path.name, name, number)
+        run = TrialRun(self.path.name, f"trial-{number}", number)
+        n_discarded = 0
         while self._find_other_inputs(run):
-            name = f"{name}-again"
-            run = TrialRun(self.path.name, name, number)
+            n_discarded += 1
+            run = TrialRun(self.path.name, f"trial-{number}-again-{n_discarded}", number)
         return run
 
     def _find_other_inputs(self, run: TrialRun) -> list[str]:
