@@ -21,6 +21,7 @@
 1  model.py, lm.runtime, lm.determined           the model; the ranks; the master
 1  lm.storage                                     folders that appear complete; the user's cache
 1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
+0  lm.transformers_private                       what of transformers has no public name
 0  lm.delta_rule                                 linear attention inside of documents
 0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows
 0  lm.model_config, lm.strict_yaml, lm.units, lm.grouped_mm, lm.program

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm import transformers_private
 from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.launch.requirements import requires
@@ -236,16 +237,10 @@ class TransformersModel(nn.Module):
         """Return the parameters that are computed with in float32, whatever `dtype` is."""
         if dtype is None:
             return set()
-        patterns = list(self.network._get_dtype_plan(dtype))
+        also: tuple[str, ...] = ()
         if self.config.examined.packed_by == "seq_idx":
-            patterns += _DECAYS
-        if not patterns:
-            return set()
-        from transformers.core_model_loading import build_glob_alternation
-
-        expression, _, _ = build_glob_alternation(patterns)
-        named = self.network.named_parameters()
-        return {parameter for name, parameter in named if expression.search(name)}
+            also = _DECAYS
+        return transformers_private.find_kept_in_float32(self.network, dtype, also)
 
     def to_empty(
         self, *, device: torch.device | str | int | None, recurse: bool = True
@@ -315,8 +310,8 @@ def read_config(values: Mapping[str, Any]) -> PreTrainedConfig:
         raise ConfigError(f"model_type: {_explain_unknown(values)}")
     _refuse_huge(values)
     with quiet(), one_line_errors(str(model_type)):
-        decode = transformers.PreTrainedConfig._decode_special_floats
-        return classes[model_type].from_dict(decode(copy.deepcopy(dict(values))))
+        decoded = transformers_private.decode_special_floats(copy.deepcopy(dict(values)))
+        return classes[model_type].from_dict(decoded)
 
 
 def _refuse_huge(values: Mapping[str, Any]) -> None:
@@ -480,8 +475,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-            # Else transformers would draw its values, which takes most of the time on this device.
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            transformers_private.mark_as_initialized(parameter)
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
@@ -566,7 +560,7 @@ def find_blocks(network: PreTrainedModel) -> list[nn.Module]:
 
     Of a class that does not say it, the members of its lists of modules.
     """
-    names = set(network._no_split_modules or ())
+    names = transformers_private.names_of_blocks(network)
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     members = {member for modules in lists for member in modules}
 

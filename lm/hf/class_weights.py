@@ -56,6 +56,7 @@ from lm.transformers_model import (
     one_line_errors,
     read_config,
 )
+from lm.transformers_private import as_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -188,7 +189,7 @@ class ClassWeights:
         """
         problems: list[str] = []
         try:
-            reverted = _revert(self.saved, _without_ties(self.saved, self.stored))
+            reverted = as_saved(self.saved, _without_ties(self.saved, self.stored))
         except Exception as error:  # of any type
             raise ConfigError(f"{self.directory}: {_UNWRITABLE}: {one_line(error)}") from None
         for name, tensor in reverted.items():
@@ -367,7 +368,7 @@ def _fill_on_meta(
     problems = list(loaded.problems)
     state = _without_ties(loaded.model, stored)
     try:
-        reverted = _revert(loaded.model, state)
+        reverted = as_saved(loaded.model, state)
     except Exception:  # of any type; `require_savable` says it
         reverted = {}
     unused = [name for name in stored if name not in reverted]
@@ -421,14 +422,6 @@ def _without_ties(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> dict[
         if id(tensor) not in names or name in stored:
             names[id(tensor)] = name
     return {name: tensors[name] for name in names.values()}
-
-
-def _revert(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the meta device as `save_pretrained` would write them."""
-    # Private, until `save_pretrained` can be asked what it would write.
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, dict(state))
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:

@@ -65,6 +65,7 @@ from lm.transformers_model import (
     read_config,
     without_numbers,
 )
+from lm.transformers_private import layouts_of_experts
 from model import ModelConfig, Transformer
 
 
@@ -457,9 +458,7 @@ def _refuse_names_of_experts(model_type: str, targets: Iterable[str]) -> None:
     In files of older versions, these were layers of such names. PEFT goes by the last part of a
     target, so that dense layers and shared experts cannot be told from them.
     """
-    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as LAYOUTS  # PEFT's
-
-    layout = "mixtral" if model_type == "mixtral" else LAYOUTS.get(model_type, "")
+    layout = "mixtral" if model_type == "mixtral" else layouts_of_experts().get(model_type, "")
     names = _NAMES_OF_EXPERTS.get(layout, set())
     taken = [target for target in targets if target.rpartition(".")[2] in names]
     if taken:
