@@ -30,7 +30,7 @@ install: $(RUN) ## Install .venv, which train and test do, too: for a login node
 
 # The trap lets the shell wait for the run after Ctrl-C, and make print no error: its exit code is then 130.
 train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
-	@trap code=0 INT; MAKE_TARGET=$@ $(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS); \
+	@trap code=0 INT; $(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS); \
 	exit $${code:-$$?}
 
 test: $(DEV) ## Run the quick tests: a smoke test of every promise, 4 to 9 minutes. WORKERS=2 ARGS="-k name"

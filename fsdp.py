@@ -732,7 +732,7 @@ class Trainer:
             step = f"step {self.step}/{self.run.max_steps}"
             self.logger.info(f"stopped after {step} {reason}")
         else:
-            for line in self.run.ways_to_extend_trial():
+            for line in self.run.how_to_extend_trial():
                 self.logger.info(line)
         if self.run.directory is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.

@@ -43,8 +43,8 @@ from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
 from lm.resume import (
     ResumePlan,
+    describe_jump,
     describe_lost_progress,
-    extensions,
     is_complete,
     plan_resume,
     start_date,
@@ -196,19 +196,21 @@ class ResolvedRun:
         resumes = "when it is activated or has its slots again, unless it was canceled"
         return f"as requested; the trial resumes from step {step} {resumes}"
 
-    def ways_to_extend_trial(self) -> list[str]:
+    def how_to_extend_trial(self) -> list[str]:
         """Return lines on how the platform continues a complete trial, if it is the only one."""
         if self.trial is None or self.searcher is None or not self.trains:
             return []
         if self.searcher.name != "single":
             return []
-        lines = [f"the trial is complete: {self.max_steps} steps"]
+        done = f"the trial is complete: {self.max_steps} steps"
         if self.hp.run.max_epochs is not None:  # which limits max_steps
-            return lines
+            return [done]
         command = f"det experiment continue {self.trial.trial.experiment_id}"
-        for way in extensions(self.hp.optim, self.hp.optim, self.max_steps):
-            changes = " ".join(f"--config hyperparameters.{each}" for each in way.overrides)
-            lines.append(f"{way.description}: {command} {changes}")
+        longer = f"--config hyperparameters.max_steps={2 * self.max_steps}"
+        lines = [f"{done}; to train on: {command} {longer}"]
+        jump = describe_jump(self.hp.optim, self.hp.optim, self.max_steps)
+        if jump is not None:
+            lines.append(jump)
         return lines
 
     def facts(self, world: World) -> dict[str, Any]:

@@ -41,7 +41,6 @@ from lm.checkpoint.manifest import (
     TrainingProgress,
 )
 from lm.checkpoint.store import CheckpointStore
-from lm.command_line import rerun_command
 from lm.config.hyperparameters import FIELDS
 from lm.data.config import DataConfig
 from lm.errors import (
@@ -212,7 +211,7 @@ def is_complete(
 ) -> bool:
     """Return whether the newest checkpoint completes the run and is intact.
 
-    If so, prints which changes have no effect, and commands that train on.
+    If so, prints which changes have no effect, and how to train on.
 
     Args:
         samples: the run draws samples, so one is due after the last step.
@@ -256,7 +255,7 @@ def find_complete(
 def describe_complete_run(
     run: str, location: Location, saved: Manifest, run_info: RunInfo
 ) -> list[str]:
-    """Return lines that say that the run at `run` has no step left, and commands that train on.
+    """Return lines that say that the run at `run` has no step left, and how to train on.
 
     Raises:
         CheckpointError: the hyperparameters of the checkpoint at `location` are not a run's.
@@ -265,48 +264,31 @@ def describe_complete_run(
     trained = hyperparameters_of(str(location), saved, _Schedule)
     now = _Schedule.model_validate(run_info.hyperparameters)
     planned = trained.max_steps or saved.step
+    state = f"complete: {saved.step} steps"
+    jump = describe_jump(trained, now, saved.step)
     if planned > saved.step:
-        lines = [
-            f"{run} was stopped at step {saved.step} of {planned}, and max_steps is {now.max_steps}"
-        ]
-        ways = [WayToTrainOn(f"train on to step {planned}", (f"max_steps={planned}",))]
-    else:
-        lines = [f"{run} is complete: {saved.step} steps"]
-        ways = extensions(trained, now, saved.step)
-    lines += [f"ignored, as no step is left: {make_printable(change)}" for change in changes]
-    if run_info.hyperparameters["max_epochs"] is not None:  # which would limit max_steps
-        ways = [replace(way, overrides=(*way.overrides, "max_epochs=null")) for way in ways]
-    if changes:
-        name = f"{run.rpartition('/')[2]}-2"
-        ways.append(WayToTrainOn("train a separate run with the change", (f"run_name={name}",)))
-    ways.append(WayToTrainOn("restart at step 0, and keep the old files aside", ("resume=fresh",)))
-    for way in ways:
-        lines += [f"{way.description}:", f"    {rerun_command(*way.overrides)}"]
+        state = f"stopped at step {saved.step} of {planned}, and max_steps is {now.max_steps}"
+        jump = None
+    length = "max_steps"
+    if run_info.hyperparameters["max_epochs"] is not None:  # which limits max_steps
+        length = "max_epochs"
+    lines = [f"{run} is {state}; raise {length} to train on, or restart with resume=fresh"]
+    if jump is not None:
+        lines.append(jump)
+    for change in changes:
+        ignored = f"ignored, as no step is left: {make_printable(change)}"
+        lines.append(f"{ignored}; another run_name trains with it")
     return lines
 
 
-@dataclass(frozen=True)
-class WayToTrainOn:
-    """What the command of a complete run can do next, and the overrides that make it do so."""
-
-    description: str
-    overrides: tuple[str, ...]
-
-
-def extensions(trained: OptimConfig, now: OptimConfig, max_steps: int) -> list[WayToTrainOn]:
-    """Return the ways to make a complete run of `max_steps` longer, with the schedule `now`."""
+def describe_jump(trained: OptimConfig, now: OptimConfig, max_steps: int) -> str | None:
+    """Return a line if the learning rate jumps when a run of `max_steps` becomes twice as long."""
     last = learning_rate(trained, max_steps - 1, max_steps)
     following = learning_rate(now, max_steps, 2 * max_steps)
-    longer = f"max_steps={2 * max_steps}"
-    extend = f"extend to step {2 * max_steps}"
     if math.isclose(last, following, rel_tol=0.02):
-        return [WayToTrainOn(extend, (longer,))]
-    jump = f"where the learning rate jumps from {last:.2e} to {following:.2e}"
-    jumping = WayToTrainOn(f"{extend}, {jump}", (longer,))
-    if last < 0.05 * trained.lr:  # too low to learn with
-        return [jumping]
-    constant = (longer, f"lr={last:.3g}", "lr_schedule=constant", "warmup_steps=0")
-    return [WayToTrainOn(f"{extend} at the last learning rate", constant), jumping]
+        return None
+    jump = f"the learning rate jumps from {last:.2e} to {following:.2e}"
+    return f"with max_steps={2 * max_steps} {jump}, unless lr and lr_schedule change"
 
 
 def load_checkpoint(

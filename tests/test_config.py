@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -966,50 +965,6 @@ def test_hyperparameters_as_flags() -> None:
         "--help",
     ]
     assert command_line.as_overrides(arguments) == expected
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "expected"),
-    [
-        ("HOME", "/", ".venv/bin/python fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4"),
-        (
-            "TORCHELASTIC_RUN_ID",
-            "1",
-            "torchrun --nproc-per-node 2 fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4",
-        ),
-        (
-            "LAUNCH_COMMAND",
-            "python -m lm.launch --nproc 1",
-            "python -m lm.launch --nproc 1 fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4",
-        ),
-        (
-            "MAKE_TARGET",
-            "train",
-            "make train CONFIG=exp.yaml NPROC=1 ARGS=''\"'\"'prompt=a $$b'\"'\"' max_steps=4'",
-        ),
-    ],
-)
-def test_rerun_command_is_spelled_as_it_was_started(
-    variable: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NPROC", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.delenv("MAKE_TARGET", raising=False)
-    monkeypatch.delenv("LAUNCH_COMMAND", raising=False)
-    monkeypatch.setenv(variable, value)
-    arguments = ["--config", "exp.yaml", "--max-steps", "2", "prompt=a $b", "--dry-run"]
-    monkeypatch.setattr(sys, "argv", ["fsdp.py", *arguments])
-    monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", "-u", "fsdp.py", *arguments])
-    assert command_line.rerun_command("max_steps=4") == expected
-
-
-def test_rerun_command_of_plain_overrides_is_easy_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAKE_TARGET", "train")
-    monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--config", "exp.yaml", "lr=1e-3"])
-    expected = 'make train CONFIG=exp.yaml ARGS="lr=1e-3 resume=fresh"'
-    assert command_line.rerun_command("resume=fresh") == expected
 
 
 def test_model_override_replaces_the_shape_in_the_file(

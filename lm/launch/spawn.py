@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import math
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -216,10 +215,6 @@ def main() -> int:
     n_ranks = args.nproc
     if n_ranks is None:
         n_ranks = default_n_ranks()
-    launcher = [sys.orig_argv[0], "-m", "lm.launch"]
-    if args.nproc is not None:
-        launcher += ["--nproc", str(args.nproc)]
-    os.environ["LAUNCH_COMMAND"] = shlex.join(launcher)  # for the commands that a run prints
     program = [sys.executable, args.script, *args.arguments]
     if args.m:
         program.insert(1, "-m")

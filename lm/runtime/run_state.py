@@ -28,20 +28,24 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
     """The content of `state.json`."""
 
     resume: str | None = Field(
-        None, description="the hyperparameter, as it was when the run started; null = unknown"
+        default=None,
+        description="the hyperparameter, as it was when the run started; null = unknown",
     )
     resumed_from: str | None = Field(
-        None, description="checkpoint that it resumed from, another run's or one in `before-*`"
+        default=None,
+        description="checkpoint that it resumed from, another run's or one in `before-*`",
     )
-    init_from: str | None = Field(None, description="the hyperparameter: its initial weights")
+    init_from: str | None = Field(
+        default=None, description="the hyperparameter: its initial weights"
+    )
     first_checkpoint: str | None = Field(
-        None, description="its first checkpoint, recorded before the manifest is written"
+        default=None, description="its first checkpoint, recorded before the manifest is written"
     )
     had_checkpoint: bool = Field(
-        False, description="whether a checkpoint was complete, recorded after the manifest"
+        default=False, description="whether a checkpoint was complete, recorded after the manifest"
     )
     moving_to: str | None = Field(
-        None,
+        default=None,
         pattern=r"^before-[0-9-]{15}(-again)*$",
         description="directory to which files of earlier runs are being moved",
     )

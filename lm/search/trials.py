@@ -33,7 +33,6 @@ _OF_OTHER_LAUNCHERS = (
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
     "RESTART_WHEN_STOPPED",
-    "MAKE_TARGET",
 )
 """Environment variables that trials do not get from the search: each is a separate job."""
 
