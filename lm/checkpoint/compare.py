@@ -58,8 +58,7 @@ def refuse_adapters(saved: RunInfo, init_from: str | None) -> None:
     if saved.base:
         problem = f"{init_from or 'the checkpoint'} holds only LoRA adapters of {saved.base.source}"
         command = f"`python -m lm.hf export {init_from or 'CHECKPOINT'} DIRECTORY`"
-        remedy = f"merge them with {command}, or add --adapter to train them on,"
-        remedy += " and set init_from to the directory"
+        remedy = f"merge them with {command}, and set init_from to the directory"
         raise ConfigError(f"init_from: {problem}; {remedy}")
 
 
