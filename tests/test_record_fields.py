@@ -329,8 +329,10 @@ OTHER_KEYS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
         "label",
         {"prompt": "prompt", "completion": "completion"},
     ),
+    "system of a text": ({"text": "T", "system": "S"}, "system", {"text": "text"}),
     "tools of a text": ({"text": "T", "tools": ["f"]}, "tools", {"text": "text"}),
     "one key": ({"content": "T"}, "the line has the keys: content", {"text": "content"}),
+    "a word of YAML": ({"No": "T"}, "the line has the keys: No", {"text": "No"}),
     "an odd key": ({"le texte": "T"}, "the line has the keys: le texte", {"text": "le texte"}),
 }
 # Marks of what is learned, which other trainers read of a record.
@@ -384,6 +386,34 @@ def test_another_key_of_a_message_is_refused_with_the_fields_to_set() -> None:
         with pytest.raises(ConfigError, match=rf"^file:1: messages\[1\]: {key}: not read") as error:
             render(with_key(key, 1))
         assert render(with_key(key, 1), loads(str(error.value))) == [rendered(TURNS)]
+
+
+def test_the_fields_to_set_lose_nothing_of_other_messages() -> None:
+    """The message that is refused may be the only one without tool_calls, reasoning or weight."""
+    template = tokenizer_of(
+        "{% for m in messages %}[{{ m.role }}] {{ m.thinking }} {{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}</s>{% endfor %}"
+    )
+    call = {"function": {"name": "look", "arguments": {}}}
+    read = {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call], "weight": 0}
+    messages = [
+        {"role": "user", "content": "Q", "id": 1},
+        read,
+        {"role": "assistant", "content": "A"},
+    ]
+
+    def texts(fields: Mapping[str, str] | None) -> list[str]:
+        renderer = RecordRenderer(template, RecordFields(fields), completion_only=True)
+        records = [Record("file:1", {"messages": messages}, 0)]
+        return [rendered.text for rendered in renderer.render_lines(records)]
+
+    with pytest.raises(ConfigError, match="id: not read") as error:
+        texts(None)
+    (text,) = texts(loads(str(error.value)))
+    assert "[assistant] hm look</s>" in text
+    few = {"messages": "messages", "role": "role", "content": "content"}
+    with pytest.raises(ConfigError, match="add weight: weight to fields"):
+        texts(few)
 
 
 def test_the_fields_to_set_are_those_of_the_kind() -> None:

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from lm.data.chat_template import REASONING_KEYS
 from lm.data.json_lines import load_json
-from lm.data.record_fields import RecordFields, Value, as_yaml
+from lm.data.record_fields import OF_MESSAGES, RecordFields, Value, as_yaml
 from lm.errors import ConfigError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING_KEYS}
 _MASKS = re.compile("loss|mask|train|weight|learn", re.IGNORECASE)
 """in keys by which other trainers say what is learned, some the opposite"""
 
@@ -97,8 +95,10 @@ class MessageReader:
         unread: list[str] = []
         for key, value in found.items():
             what = names.get(key, key)
-            if what in _KEYS and (not named or key in names):
+            if what in OF_MESSAGES and (not named or key in names):
                 message[what] = value
+            elif key == "weight":
+                raise ConfigError(f"{place}: weight is not read; add weight: weight to fields")
             elif _MASKS.search(key):
                 remedy = "write weight: 0 in messages that are not learned, and remove it"
                 raise ConfigError(f"{place}: {key} is not read; {remedy}")
@@ -108,8 +108,8 @@ class MessageReader:
                 unread.append(key)
         if unread:
             read = {what: value.place for what, value in values.items()}
-            read |= {"role": "role", "content": "content"}
-            read |= {names.get(key, key): key for key in found if names.get(key, key) in _KEYS}
+            read |= {what: what for what in OF_MESSAGES}  # other messages may have them
+            read |= {what: key for key, what in names.items()}
             problem = f"{place}: {', '.join(unread)}: not read, nor by the chat template"
             raise ConfigError(f"{problem}; to leave it out, name the rest, fields: {as_yaml(read)}")
         return message

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lm.data.chat_template import REASONING_KEYS
 from lm.errors import ConfigError
 
 _KINDS = (("messages",), ("conversations",), ("prompt", "completion"), ("text",))
@@ -21,17 +22,18 @@ _NAMED_PAIRS = (
 )
 """what `fields` can say that the keys of a record hold"""
 _OF_CHATS = ("system", "tools")
-_OF_MESSAGES = (
+OF_MESSAGES = (
     "role",
     "content",
     "name",
     "tool_calls",
     "tool_call_id",
-    "reasoning_content",
     "weight",
+    *sorted(REASONING_KEYS),
 )
 """what `fields` can say that the keys of a message hold"""
-_PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
+_PLAIN = re.compile(r"(?!(yes|no|on|off|true|false|null)$)[a-z_][\w.-]*", re.IGNORECASE)
+"""a text that YAML reads as it is"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class RecordFields:
     @property
     def of_messages(self) -> dict[str, str]:
         """The keys of a message by what they hold; {} = they are known by their own names."""
-        return {what: key for what, key in (self.named or {}).items() if what in _OF_MESSAGES}
+        return {what: key for what, key in (self.named or {}).items() if what in OF_MESSAGES}
 
     def select(self, record: Mapping[str, Any]) -> dict[str, Value]:
         """Return the values of a record by what they are, without nulls.
@@ -75,7 +77,7 @@ class RecordFields:
             return self._select_known(record)
         values: dict[str, Value] = {}
         for what, source in self.named.items():
-            if what in _OF_MESSAGES:
+            if what in OF_MESSAGES:
                 continue
             content = fill(source, record)
             if content is not None:
@@ -87,14 +89,17 @@ class RecordFields:
     def _select_known(self, record: Mapping[str, Any]) -> dict[str, Value]:
         keys = [key for key in record if record[key] is not None]
         kind = self._find_kind(record, keys)
-        read = [*kind, "tools"] if kind != ("text",) else kind
+        is_text = kind == ("text",)
+        read = kind if is_text else (*kind, "tools")
         unread = [key for key in keys if key not in read]
         if unread:
-            named = {_known_as(key): key for key in [*read, "system"] if key in keys}
+            named = {_known_as(key): key for key in read if key in keys}
+            remedy = "to leave it out, name the rest"
+            if "system" in unread and not is_text:
+                named["system"] = "system"
+                remedy = "name what is read"
             problem = f"{', '.join(unread)}: not read"
-            raise ConfigError(
-                f"{problem}; to leave it out, name the rest, fields: {as_yaml(named)}"
-            )
+            raise ConfigError(f"{problem}; {remedy}, fields: {as_yaml(named)}")
         return {_known_as(key): Value(record[key], key) for key in read if key in keys}
 
     def _find_kind(self, record: Mapping[str, Any], keys: list[str]) -> tuple[str, ...]:
@@ -125,17 +130,17 @@ def _known_as(key: str) -> str:
 def check_fields(fields: Mapping[str, str]) -> None:
     """Raise ValueError unless `fields` says all that one kind of record needs, and no more."""
     kinds = [*_NAMED_KINDS, *_NAMED_PAIRS]
-    known = {what for kind in kinds for what in kind} | {*_OF_CHATS, *_OF_MESSAGES}
+    known = {what for kind in kinds for what in kind} | {*_OF_CHATS, *OF_MESSAGES}
     unknown = fields.keys() - known
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} is not one of {', '.join(sorted(known))}")
-    of_record = fields.keys() - {*_OF_CHATS, *_OF_MESSAGES}
+    of_record = fields.keys() - {*_OF_CHATS, *OF_MESSAGES}
     if of_record not in [set(kind) for kind in kinds]:
         described = ", or ".join(" and ".join(kind) for kind in kinds)
         raise ValueError(f"{as_yaml(fields)} is no kind of record; name {described}")
     if of_record == {"text"} and len(fields) > 1:
         raise ValueError("text is not a chat; remove what else is named")
-    of_messages = fields.keys() & {*_OF_MESSAGES}
+    of_messages = fields.keys() & {*OF_MESSAGES}
     if of_messages and not {"role", "content"} <= of_messages:
         raise ValueError("of messages, name role and content, and what else is read of them")
     for what, source in fields.items():
