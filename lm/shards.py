@@ -26,7 +26,7 @@ def shard_group(tensor: Tensor) -> ProcessGroup | None:
     """Return the ranks that have the other rows of `tensor`; None = this rank has all."""
     if isinstance(tensor, DTensor):
         for mesh_dim, placement in enumerate(tensor.placements):
-            if placement.is_shard():
+            if placement.is_shard() and tensor.device_mesh.size(mesh_dim) > 1:
                 return tensor.device_mesh.get_group(mesh_dim)
     return None
 
