@@ -135,6 +135,16 @@ def test_lock_names_the_process_that_holds_it(named: bool) -> None:
     assert (f"process {holder.pid} on " in str(refused.value)) == named
 
 
+def test_run_in_the_directory_of_a_group_is_refused() -> None:
+    started("x/trial-0")
+    with pytest.raises(ConfigError, match=r"runs/x: is a group of runs, .*run_name=NAME"):
+        started("x")
+    assert [path.name for path in Path("runs/x").iterdir()] == ["trial-0"]
+    started("y/other")
+    Path("runs/y/config.yaml").touch()
+    started("y")  # a run with a group in its directory is still a run
+
+
 def test_lock_is_not_inherited_by_forked_processes() -> None:
     fork = "if os.fork() == 0:\n    os.close(1)\n    input()\n"
     with start_python(

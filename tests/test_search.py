@@ -321,6 +321,14 @@ def test_partial_record_of_a_kill_is_dropped() -> None:
         open_search("run_name=c")
 
 
+def test_search_in_the_directory_of_a_run_is_refused() -> None:
+    write_experiment(RANDOM, SMALL)
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/config.yaml").write_text("hyperparameters: {}")
+    with pytest.raises(ConfigError, match=r"runs/tiny: is a run; .*run_name=NAME"):
+        open_search()
+
+
 def test_trials_of_a_lost_study_are_not_adopted() -> None:
     """Their points can be others."""
     write_experiment(RANDOM, SMALL)

@@ -134,6 +134,9 @@ class RunDir:
                 os.removedirs(self.path)  # with `RUNS`, if it is empty now
 
     def _create_and_lock(self) -> None:
+        if not self.config.exists() and any(self.path.glob("*/lock")):
+            problem = f"{self.path}: is a group of runs, e.g. a search"  # that `fresh` would move
+            raise ConfigError(f"{problem}; choose another name: run_name=NAME")
         try:
             for path in (self.path, *self._subdirectories):
                 make_directory(path)

@@ -150,7 +150,10 @@ class Search:
         if "/" in experiment.run_name:
             problem = f"{experiment.run_name!r} has a '/'"
             raise ConfigError(f"run_name: {problem}; trials are in runs/NAME/trial-N")
-        self.path = RunDir(experiment.run_name).path
+        run_dir = RunDir(experiment.run_name)
+        self.path = run_dir.path
+        if run_dir.config.exists():
+            raise ConfigError(f"{self.path}: is a run; choose another name: run_name=NAME")
         make_directory(self.path)
         holder = lock_file(self.path / "lock")
         if holder is not None:
