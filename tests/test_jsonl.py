@@ -679,14 +679,17 @@ def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
     thinking: tuple[str, ...], tmp_path: Path
 ) -> None:
     reply = said("assistant", *thinking)
+    last = said("assistant", *(word.replace("cedar7", "delta7") for word in thinking))
     if len(thinking) == 1:
         reply |= THINK
-    records = [{"messages": [ASK, reply]}, {"messages": [ASK, reply, ASK, reply]}]
+        last |= {"reasoning_content": "delta7"}
+    records = [{"messages": [ASK, reply]}, {"messages": [ASK, reply, ASK, last]}]
     file = write(tmp_path / "a.jsonl", [*records, records[1]])
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3")
     found = JsonlDataset([file], tokenizer, 512)
     assert re.findall(r"(\d+) records without the thinking", found.note or "") == ["2"]
-    assert tokenizer.decode(targets(found)).count("cedar7") == 3
+    text = tokenizer.decode(targets(found))
+    assert [text.count(word) for word in ("cedar7", "delta7")] == [1, 2]
     file = write(tmp_path / "a.jsonl", records[:1])
     assert "thinking" not in (JsonlDataset([file], tokenizer, 512).note or "")
 

@@ -38,7 +38,7 @@ def test_a_string_that_is_encoded_is_found(text: str) -> None:
     assert lost(f"[user] [assistant] {cut}</s>", content=HARD) == [CONTENT]
 
 
-@pytest.mark.parametrize("content", ["use", "sis", "User", "so"])
+@pytest.mark.parametrize("content", ["use", "sis", "so"])
 def test_a_word_is_not_found_in_another_one(content: str) -> None:
     assert lost("<sop>[user] [assistant] </s>", content=content) == [CONTENT]
     assert lost(f"<sop>[user] [assistant] {content}</s>", content=content) == []

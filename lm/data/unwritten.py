@@ -17,8 +17,8 @@ _TAG = re.compile(r"<[^<>\s{}'\"]+>|\[/?[A-Z][A-Z _]*\]")
 """what templates look for in content, such as </think>, and may cut off"""
 _ESCAPES = re.compile(r"\\[nrt]|\\|\s")
 """what strings of JSON, of Python and of texts differ in"""
-_SHORT = 8
-"""characters of strings that may be in a word of the template"""
+_SHORT = 3
+"""Characters of strings that are sought as words, as words of the template have many of them."""
 
 
 @dataclass(frozen=True)
