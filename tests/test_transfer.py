@@ -155,16 +155,6 @@ def test_base_of_the_models_size_changes_no_loss(style: str, optimizer: str) -> 
     assert train(*build(hyperparameters(**changes, base_width=16))) != plain
 
 
-def test_optimizer_without_a_base_has_two_groups() -> None:
-    hp = hyperparameters()
-    model, optimizer = build(hp)
-    groups = optimizer._adamw.param_groups
-    for group, n_dims, weight_decay in zip(groups, (2, 1), (0.1, 0.0), strict=True):
-        expected = [p for p in model.parameters() if p.ndim == n_dims]
-        assert list(map(id, group["params"])) == list(map(id, expected))
-        assert (group["weight_decay"], group["eps"], group["lr_scale"]) == (weight_decay, 1e-8, 1)
-
-
 # ---- multipliers are folded
 
 
