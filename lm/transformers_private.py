@@ -6,7 +6,7 @@ Names were read in transformers 5.23. Of its functions that call other packages,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,3 +80,30 @@ def layouts_of_experts() -> Mapping[str, str]:
     from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
     return _MODEL_TO_CONVERSION_PATTERN
+
+
+def find_renamed(saved: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return those of the `names` of tensors in `saved` that are another one's in older files.
+
+    transformers would rename them when it loads `saved`, and PEFT does, in files of adapters. Until
+    PEFT refuses to load adapters that it leaves out.
+    """
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        get_model_conversion_mapping,
+    )
+    from transformers.core_model_loading import WeightRenaming
+
+    if get_checkpoint_conversion_mapping(saved.config.model_type) is None:
+        return []  # PEFT converts adapters of classes with conversions alone
+    renamings = [
+        entry for entry in get_model_conversion_mapping(saved) if isinstance(entry, WeightRenaming)
+    ]
+    renamed: list[str] = []
+    for name in names:
+        new_name = name
+        for renaming in renamings:
+            new_name, _ = renaming.rename_source_key(new_name)
+        if not name.endswith(new_name):  # PEFT adds prefixes that are missing
+            renamed.append(name)
+    return renamed

@@ -50,7 +50,7 @@ from lm.hf.class_export import export_directory
 from lm.hf.class_weights import open_weights
 from lm.hf.families import Place
 from lm.hf.files import SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
-from lm.hf.saved_model import build_saved_model, find_names, find_renamed
+from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.weights import find_weights
 from lm.launch.console import warn
 from lm.shards import Rows
@@ -65,7 +65,7 @@ from lm.transformers_model import (
     read_config,
     without_numbers,
 )
-from lm.transformers_private import layouts_of_experts
+from lm.transformers_private import find_renamed, layouts_of_experts
 from model import ModelConfig, Transformer
 
 

@@ -7,7 +7,6 @@ of a larger model, e.g. with vision, whose class has other names for the same la
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -72,32 +71,6 @@ def find_names(saved: PreTrainedModel, network: PreTrainedModel) -> dict[str, st
             if name.startswith(f"{own_path}."):
                 names[path + name.removeprefix(own_path)] = name
     return names
-
-
-def find_renamed(saved: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return those of the `names` of tensors in `saved` that are another one's in older files.
-
-    transformers would rename them when it loads `saved`, and PEFT does, in files of adapters.
-    """
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        get_model_conversion_mapping,
-    )
-    from transformers.core_model_loading import WeightRenaming
-
-    if get_checkpoint_conversion_mapping(saved.config.model_type) is None:
-        return []  # PEFT converts adapters of classes with conversions alone
-    renamings = [
-        entry for entry in get_model_conversion_mapping(saved) if isinstance(entry, WeightRenaming)
-    ]
-    renamed: list[str] = []
-    for name in names:
-        new_name = name
-        for renaming in renamings:
-            new_name, _ = renaming.rename_source_key(new_name)
-        if not name.endswith(new_name):  # PEFT adds prefixes that are missing
-            renamed.append(name)
-    return renamed
 
 
 def _find_module(model: PreTrainedModel, module_type: type) -> str | None:
