@@ -112,6 +112,8 @@ def chat(model: AnyModel, tokenizer: Tokenizer, args: argparse.Namespace) -> Non
             prompt = _encode_chat(tokenizer, history)
         if len(prompt) > longest_prompt:
             problem = f"{len(prompt)} tokens of at most {longest_prompt} (max_seq_len {context})"
+            if args.prompt not in (None, STDIN):
+                raise ConfigError(f"--prompt: too long: {problem}; use a shorter text")
             print(f"too long: {problem}", file=sys.stderr)
             history.clear()
             continue

@@ -58,7 +58,9 @@ def sample_token(logits: Tensor, settings: Sampling, generator: torch.Generator)
         ConfigError: the logits have inf or NaN.
     """
     if settings.temperature == 0:
-        return int(logits.argmax())
+        token = int(logits.argmax())  # of NaN, if there is one
+        _require_finite(logits[token])
+        return token
     logits = logits.float().cpu()
     if settings.top_k is None and settings.top_p is None:
         probabilities = _compute_probabilities(logits, settings.temperature)
@@ -100,9 +102,13 @@ def _compute_probabilities(logits: Tensor, temperature: float) -> Tensor:
     temperature = max(temperature, torch.finfo(torch.float32).tiny)
     shifted = logits - logits.max()
     probabilities = (shifted / temperature).softmax(dim=0)
-    if not probabilities.isfinite().all():
-        raise ConfigError("generation: the model computes inf or NaN; use another checkpoint")
+    _require_finite(probabilities)
     return probabilities
+
+
+def _require_finite(values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise ConfigError("generation: the model computes inf or NaN; use another checkpoint")
 
 
 @torch.no_grad()

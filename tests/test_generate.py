@@ -330,6 +330,9 @@ def test_chat_remembers_earlier_lines(
     feed(monkeypatch, b"hi " * 30)
     assert generate.main([str(argument) for argument in how]) == 0
     assert "max_seq_len 64" in capsys.readouterr().err
+    code, message = refusal(capsys, *how, "--prompt", "hi " * 30)
+    assert code == 2
+    assert message.startswith("--prompt: too long: ")
 
 
 @pytest.mark.slow

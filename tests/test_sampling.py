@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from lm.errors import ConfigError
 from lm.sampling import (
     Sampling,
     find_candidates,
@@ -68,6 +69,15 @@ def test_sample_frequencies_equal_the_probabilities(temperature: float) -> None:
 
 def test_temperature_0_selects_the_most_likely_token() -> None:
     assert draw(temperature=0, times=10)[1] == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_k": 2}], ids=str)
+def test_logits_that_are_not_finite_are_refused(settings: dict[str, Any], value: float) -> None:
+    logits = LOGITS.clone()
+    logits[3] = value
+    with pytest.raises(ConfigError, match="inf or NaN"):
+        draw(times=1, logits=logits, **settings)
 
 
 @pytest.mark.parametrize(
