@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import queue
 import re
@@ -476,6 +477,15 @@ def test_console_without_a_terminal_prints_a_line(
     )
     assert re.search(r"validation +step +10/100 +loss +2.5000 +perplexity 12.18\n", output)
     assert re.search(r"loss +2.5000 +arc_easy acc 0.250 +arc_easy bpb 1.500\n", output)
+
+
+def test_console_shows_a_loss_that_is_not_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = started(tmp_path)
+    logger.log("training", 10, TRAINING | {"loss": math.nan, "grad_norm": math.inf})
+    logger.close()
+    assert re.search(r"loss +nan .*grad norm inf ", capsys.readouterr().out)
 
 
 def test_console_shows_what_training_reports(

@@ -6,7 +6,6 @@ To add a sink, write a subclass of `Sink` and create it in `MetricLogger`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import threading
@@ -230,8 +229,8 @@ class _Shown(NamedTuple):
 
     label: str
     format_spec: str
-    above: float = -math.inf
-    """only greater values are shown"""
+    above: float | None = None
+    """only greater values are shown; None = all, NaN too"""
 
 
 _SHOWN = {
@@ -309,9 +308,11 @@ class Console(Sink):
     def _shown(self, record: Record) -> list[str]:
         shown: list[str] = []
         for key, how in _SHOWN.items():
-            if key in record.fields and record.fields[key] > how.above:
-                value = format(record.fields[key], how.format_spec)
-                shown.append(f"{self._dark(how.label)} {value}")
+            if key not in record.fields:
+                continue
+            value = record.fields[key]
+            if how.above is None or value > how.above:
+                shown.append(f"{self._dark(how.label)} {value:{how.format_spec}}")
         for key, value in record.fields.items():
             if key.startswith("loss_"):  # of a validation set
                 shown.append(f"{self._dark(key)} {value:.4f}")
