@@ -84,6 +84,8 @@ def _check_replaceable(out: Path) -> None:
         raise ConfigError(f"--out: {out}: {problem}; {remedy}")
     if not out.exists():
         return
+    if not out.is_dir():
+        raise ConfigError(f"--out: {out}: is not a directory; pass another one")
     others = sorted({path.name for path in out.iterdir()} - OUTPUT_FILES)
     if others:
         problem = f"has files that are not of a dataset, e.g. {others[0]}"

@@ -979,3 +979,12 @@ def test_prepare_progress_without_a_terminal(
     errors = capsys.readouterr().err
     assert "encoding: 100%" in errors
     assert "tokens/s" in errors
+
+
+def test_a_file_as_the_directory_is_refused(tmp_path: Path) -> None:
+    for name in ("a.txt", "out"):
+        (tmp_path / name).write_text("to be")
+    out = tmp_path / "out"
+    code, _, errors = run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)
+    assert code == 2
+    assert errors.startswith(f"--out: {out}: is not a directory; ")
