@@ -28,7 +28,6 @@ from determined import core
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +41,7 @@ from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
+from lm.training import optim
 from model import Transformer
 
 
@@ -109,16 +109,18 @@ def _observe_steps(steps: int, found: TensorBytes) -> Iterator[None]:
         if isinstance(module, Transformer):
             models.append(module)
 
-    def see_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def see_state(optimizer: optim.AdamW, *args: Any) -> None:
         found.parameters = found.gradients = found.moments = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                found.parameters += _count_bytes(parameter)
-                found.gradients += _count_bytes(parameter.grad)
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    found.moments += _count_bytes(optimizer.state[parameter][moment])
+        for parameter, state in optimizer.state.items():
+            found.parameters += _count_bytes(parameter)
+            found.gradients += _count_bytes(parameter.grad)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found.moments += _count_bytes(state[moment])
+        step(optimizer, *args)
 
-    with register_module_forward_pre_hook(see_model), register_optimizer_step_pre_hook(see_state):
+    step = optim.AdamW.step
+    optim.AdamW.step = see_state  # type: ignore[method-assign]
+    with register_module_forward_pre_hook(see_model):
         yield
         yield  # one more step for warm-up
     # gloo's threads free buffers late and unseen by the profiler, which only increases a peak: use
