@@ -321,6 +321,24 @@ def test_partial_record_of_a_kill_is_dropped() -> None:
         open_search("run_name=c")
 
 
+def test_file_of_a_refused_start_can_be_corrected() -> None:
+    lock = Path("runs/tiny/lock")  # of this process, which opens the study again
+    write_experiment(RANDOM, SMALL | {"d_model": 7})
+    open_search()  # whose dry run refuses it
+    lock.unlink()
+    larger = {"metric": "reward_accuracy", "smaller_is_better": False}
+    write_experiment(RANDOM | larger, SMALL)
+    trials = draw_all(open_search(), 1)
+    lock.unlink()
+    study = open_search().study
+    assert study.direction == optuna.study.StudyDirection.MAXIMIZE
+    assert [trial.params for trial in study.trials] == trials
+    lock.unlink()
+    write_experiment(RANDOM, SMALL)
+    with pytest.raises(ConfigError, match=r"searcher\.metric: was reward_accuracy"):
+        open_search()
+
+
 def test_search_in_the_directory_of_a_run_is_refused() -> None:
     write_experiment(RANDOM, SMALL)
     Path("runs/tiny").mkdir(parents=True)

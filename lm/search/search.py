@@ -39,6 +39,7 @@ from lm.tasks.questions import TasksConfig
 from lm.units import format_count
 
 POLL_SECONDS = 0.5
+_STUDY = "search"
 RUN, PROBLEM = "run", "problem"
 """Attributes of a trial: its run, e.g. "trial-3"; and if it has failed, why."""
 _OF_INPUTS = DataConfig.model_fields.keys() | TasksConfig.model_fields.keys()
@@ -162,18 +163,12 @@ class Search:
         # Optuna's lock, if a kill has left it: Optuna would wait for 30 s.
         journal.with_name("search.journal.lock").unlink(missing_ok=True)
         _drop_partial_line(journal)
-        direction = "maximize"
-        if experiment.searcher.smaller_is_better:
-            direction = "minimize"
         try:
             self._storage = JournalStorage(JournalFileBackend(str(journal)))
-            self.study = optuna.create_study(
-                study_name="search",
-                storage=self._storage,
-                direction=direction,
-                pruner=_make_pruner(experiment.searcher),
-                load_if_exists=True,
-            )
+            self.study = self._open_study()
+            if not self.study.get_trials(deepcopy=False):  # its start was refused
+                optuna.delete_study(study_name=_STUDY, storage=self._storage)
+                self.study = self._open_study()
         except (ValueError, LookupError) as error:
             problem = f"{journal}: damaged ({error})"
             raise ConfigError(f"{problem}; start another search: run_name=NAME") from None
@@ -186,6 +181,18 @@ class Search:
             remedy = f"undo this, or start another search: run_name={self.path.name}-2"
             raise ConfigError(f"{self.path}: {'; '.join(limit_problems(changes))}; {remedy}")
         self.study.set_user_attr("experiment", identity)
+
+    def _open_study(self) -> optuna.Study:
+        direction = "maximize"
+        if self.experiment.searcher.smaller_is_better:
+            direction = "minimize"
+        return optuna.create_study(
+            study_name=_STUDY,
+            storage=self._storage,
+            direction=direction,
+            pruner=_make_pruner(self.experiment.searcher),
+            load_if_exists=True,
+        )
 
     def on_signal(self, signum: int, _frame: object) -> None:
         """Stop the search; a second Ctrl-C quits at once."""
