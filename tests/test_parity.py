@@ -347,6 +347,53 @@ def test_float8_checkpoints_are_those_of_bfloat16(float8_runs: Float8Runs) -> No
     assert all(slices == float8_runs.slices[0] for slices in float8_runs.slices)
 
 
+def _gradients(
+    world: World, sharding: str, amp_dtype: torch.dtype | None, n_micro_steps: int
+) -> dict[str, Tensor]:
+    """Return the gradients of one rank after a step of random tokens."""
+    hp = read_hyperparameters({"hyperparameters": TINY | {"sharding": sharding}}, [], "test")
+    mesh = world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
+    model = build_model(hp, mesh, amp_dtype)
+    parallelize.initialize_parameters(model, 7)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(n_micro_steps):
+        tokens = torch.randint(hp.model.vocab_size, (2, 16), generator=generator)
+        parallelize.start_micro_step(model, hp.parallel, i == n_micro_steps - 1)
+        cast(Tensor, model(tokens, tokens)).backward()
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        gradients[name] = parameter.grad.to_local()
+    return gradients
+
+
+@pytest.mark.parametrize("sharding", ["full-shard", "grad-shard", "no-shard"])
+@pytest.mark.parametrize("amp_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_micro_steps", [1, 4])
+def test_one_rank_reduces_in_place_to_equal_bits(
+    sharding: str,
+    amp_dtype: torch.dtype | None,
+    n_micro_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocated: list[Tensor] = []
+    allocate = parallelize.ReduceInPlace.allocate
+
+    def record(self: parallelize.ReduceInPlace, *args: Any, **options: Any) -> Tensor:
+        allocated.append(allocate(self, *args, **options))
+        return allocated[-1]
+
+    monkeypatch.setattr(parallelize.ReduceInPlace, "allocate", record)
+    found = in_world(lambda world: _gradients(world, sharding, amp_dtype, n_micro_steps))
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in allocated}
+    assert len(allocated) == 2 * len(buffers)  # an input and an output of each unit
+    assert {each.untyped_storage().data_ptr() for each in found.values()} == buffers
+
+    monkeypatch.setattr(parallelize, "tune_reductions", lambda *_: None)
+    copied = in_world(lambda world: _gradients(world, sharding, amp_dtype, n_micro_steps))
+    assert all(torch.equal(found[name], gradient) for name, gradient in copied.items())
+
+
 def test_deterministic_selects_deterministic_kernels() -> None:
     def build(world: World) -> dict[str, Any]:
         settings = PARITY_RUN | {"deterministic": True, "compile": True}
