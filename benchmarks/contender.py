@@ -246,6 +246,7 @@ def load(world: World, hp: Hyperparameters, pacer: Pacer, *, with_dcp: bool) -> 
     import torch.distributed.checkpoint as dcp
 
     import fsdp
+    from lm.checkpoint.manifest import PARTS
 
     class Loading(fsdp.Trainer):
         """Saves the initial state, and loads it again and again."""
@@ -262,7 +263,7 @@ def load(world: World, hp: Hyperparameters, pacer: Pacer, *, with_dcp: bool) -> 
                 if with_dcp:
                     dcp.load(of_dcp, checkpoint_id="dcp")
                     continue
-                (location,) = self.store.resume_candidates()
+                (location,) = self.store.find_candidates(PARTS, remedy="")
                 with self.checkpointer.open(location) as saved:
                     saved.read_into(state)
 

@@ -36,7 +36,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.location import Location, UrlLocation
-from lm.checkpoint.manifest import MANIFEST, WEIGHTS, CheckpointError, read_manifest
+from lm.checkpoint.manifest import MANIFEST, PARTS, WEIGHTS, CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import LocalCheckpoints
 from lm.config.reading import read_hyperparameters
@@ -214,7 +214,9 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     errors = [str(refused.value)]
     if world.rank == 1:  # damage its download of the file that rank 0 verifies on a shared disk
         download = UrlLocation.download
-        UrlLocation.download = lambda self, *args: flip_last_bit(download(self, *args))
+        UrlLocation.download = lambda self, directory, parts=PARTS: flip_last_bit(
+            download(self, directory, parts)
+        )
     (root / "shared").mkdir(exist_ok=True)
     with (
         open_checkpointer(world, root / "shared") as on_disk,

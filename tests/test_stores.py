@@ -296,7 +296,7 @@ def test_store_with_weights_only_is_a_start_and_no_resume(kind: str, place: Path
                     assert is_filled_with(model, 5)
 
     def load(checkpointer: Checkpointer, plan: ResumePlan, state: State, run_info: RunInfo) -> None:
-        full = {"scaler": {}, "spikes": {}} | state
+        full: State = {"scaler": {}, "spikes": {}, **state}
         load_checkpoint(plan, checkpointer, full, run_info, lambda _: None)
 
     in_world(lose_the_optimizer)
