@@ -113,6 +113,7 @@ def _observe_steps(steps: int, found: TensorBytes) -> Iterator[None]:
         found.parameters = found.gradients = found.moments = 0
         for parameter, state in optimizer.state.items():
             found.parameters += _count_bytes(parameter)
+            assert parameter.grad is not None
             found.gradients += _count_bytes(parameter.grad)
             for moment in ("exp_avg", "exp_avg_sq"):
                 found.moments += _count_bytes(state[moment])
