@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lm.checkpoint.headers import DTYPES, StoredDtype, TensorSlice
+from lm.checkpoint.headers import DTYPES, TensorSlice
 from lm.checkpoint.manifest import CheckpointError
 from lm.fileio import open_regular, sync
 from lm.shards import Rows, local_rows
@@ -34,12 +34,6 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
     getattr(torch, dtype.name): code for code, dtype in DTYPES.items()
 }
 """safetensors' codes"""
-
-
-def stored_dtype(dtype: torch.dtype) -> StoredDtype:
-    """Return the dtype that values of `dtype` have in a file."""
-    return DTYPES[DTYPE_CODES[dtype]]
-
 
 MAX_FILE_BYTES = 2 << 30
 READ_BYTES = 4 << 20
