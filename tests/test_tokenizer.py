@@ -609,6 +609,20 @@ def test_tokenizer_with_random_or_split_tokens_is_refused() -> None:
         from_files(good, {"split_special_tokens": True})
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_spaces_before_texts_are_those_of_both_files(in_sequence: bool) -> None:
+    tokenizer = json.loads(byte_level_tokenizer())
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer["pre_tokenizer"] = step
+    if in_sequence:
+        tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [step]}
+    content = json.dumps(tokenizer).encode()
+    for value in (False, None):
+        assert from_files(content, {"add_prefix_space": value}).encode("to be")
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json: add_prefix_space is true"):
+        from_files(content, {"add_prefix_space": True})
+
+
 WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "config": ({"tokenizer_config.json": [1]}, "tokenizer_config.json: is not"),
     "pairs": ({"tokenizer_config.json": [["eos_token", 1]]}, "tokenizer_config.json: is not"),

@@ -39,6 +39,7 @@ _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS
 _DEFAULT = "default"
 _TOOL_USE = "tool_use"
 _SPLIT_SPECIAL = "split_special_tokens"
+_PREFIX_SPACE = "add_prefix_space"
 _PIECE_SIZE = 2**17
 """Characters of a longer text that are encoded at a time; the library takes 200 bytes for each."""
 _SEAM = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -93,6 +94,11 @@ class FileTokenizer:
         if self._config.get(_SPLIT_SPECIAL):
             problem = f"{_SPLIT_SPECIAL} is true, with which special tokens in texts are text"
             raise self._library.error(f"{TOKENIZER_CONFIG}: {problem}; set it to false")
+        adds_space = self._config.get(_PREFIX_SPACE)
+        if isinstance(adds_space, bool) and not self._library.prefix_spaces() <= {adds_space}:
+            problem = f"{_PREFIX_SPACE} is {json.dumps(adds_space)}, but not in {TOKENIZER_JSON}"
+            remedy = "make them equal, as classes of transformers read the one or the other"
+            raise self._library.error(f"{TOKENIZER_CONFIG}: {problem}; {remedy}")
         self._generation = self._read_object(GENERATION_CONFIG)
         self.template_kwargs: Mapping[str, Any] = {}
         """variables of the chat template; `date_string` replaces today's date"""

@@ -58,6 +58,14 @@ class Library:
             remedy = "download the file again, or write it as JSON in UTF-8 without a mark"
             raise self.error(f"{TOKENIZER_JSON}: {problem}; {remedy}") from None
 
+    def prefix_spaces(self) -> set[bool]:
+        """Return `add_prefix_space` of the pre-tokenizers by bytes: whether texts get a space."""
+        if self.encoder.pre_tokenizer is None:
+            return set()
+        state = json.loads(self.encoder.pre_tokenizer.__getstate__())
+        steps = state.get("pretokenizers", [state])
+        return {step["add_prefix_space"] for step in steps if step["type"] == "ByteLevel"}
+
     def add_tokens(self, tokens: Sequence[AddedToken]) -> None:
         """Add tokens to this tokenizer, and to no other that was parsed from the same content."""
         self.encoder = copy.deepcopy(self.encoder)
