@@ -11,6 +11,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -319,6 +320,33 @@ def test_partial_record_of_a_kill_is_dropped() -> None:
     Path("runs/c/search.journal").write_bytes(b"{}\n" + journal)
     with pytest.raises(ConfigError, match=r"runs/c/search\.journal: damaged"):
         open_search("run_name=c")
+
+
+def test_trial_that_is_still_saving_is_waited_for() -> None:
+    """It uses a GPU that another trial would be started on."""
+    write_experiment(RANDOM, SMALL)
+    search = open_search()
+    trial = optuna.trial.create_trial(
+        state=TrialState.RUNNING,
+        params=search._draw(0),
+        distributions=dict(search.experiment.distributions),
+    )
+    search.study.add_trial(trial)
+    Path("runs/tiny/trial-0").mkdir()
+    hold = (
+        "import fcntl\nfile = open('runs/tiny/trial-0/lock', 'w')\nfcntl.flock(file, fcntl.LOCK_EX)"
+    )
+    script = f"{hold}\nprint('locked', flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=PIPE, stdout=PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        assert search._next_run() is None
+        holder.kill()
+    run = search._next_run()
+    assert run is not None
+    assert run.name == "trial-0"
 
 
 def test_file_of_a_refused_start_can_be_corrected() -> None:

@@ -251,12 +251,17 @@ class Search:
             self._running[place] = run
 
     def _next_run(self) -> TrialRun | None:
-        """Return a run to start: of a trial that has no result yet, or of a new one."""
+        """Return a run to start: of a trial that has no result yet, or of a new one.
+
+        None = there is none, or a killed search has left one saving, on devices that it still uses.
+        """
         running = [run.number for run in self._running.values()]
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            run = self._open_run(trial.number)
-            if trial.number in running or run.is_in_use():  # a killed search has left it saving
+            if trial.number in running:
                 continue
+            run = self._open_run(trial.number)
+            if run.is_in_use():
+                return None
             self._report(run)
             if self._trial(trial.number).state == TrialState.RUNNING:
                 return run
