@@ -171,11 +171,6 @@ def test_preset_is_overridden_by_explicit_keys() -> None:
     )
 
 
-def test_preset_of_an_earlier_version_is_refused_with_what_replaces_it() -> None:
-    with pytest.raises(ValidationError, match=r"model: gemma3-1b is no preset .* set init_from"):
-        ModelConfig.model_validate({"model": "gemma3-1b"})
-
-
 def test_preset_that_is_unknown_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         ValidationError, match=r"model: .*'llama9'; the nearest are llama3-8b.* set init_from"
