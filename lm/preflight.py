@@ -235,7 +235,7 @@ class ResolvedRun:
         """Return what the report says of a start after `step` steps: command, versions, machine."""
         inputs = None
         if RECORD_INPUTS in os.environ:
-            inputs = world.on_rank0(self.inputs)
+            inputs = world.run_in_thread_on_rank0(self.inputs)
         device = f"CPU of {usable_cores()} cores"
         n_gpus = 0
         if world.device.type == "cuda":

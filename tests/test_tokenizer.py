@@ -725,24 +725,6 @@ def test_chat_stop_ids_need_the_package_of_the_template(monkeypatch: pytest.Monk
         _ = chat_files(CHAT_TEMPLATE).chat_stop_ids
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_tokenizer_of_adapters_stops_where_their_base_does(name: str, tmp_path: Path) -> None:
-    adapters, base = tmp_path / "adapters", tmp_path / "base"
-    for directory in (adapters, base):
-        directory.mkdir()
-        (directory / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
-    (base / name).write_text('{"eos_token_id": [7, 9]}')
-    settings = {"base_model_name_or_path": str(base)}
-    (adapters / "adapter_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(str(adapters)).stop_ids == {BYTE_LEVEL.eos_id, 7, 9}
-    (adapters / "generation_config.json").write_text('{"eos_token_id": 8}')
-    assert load_tokenizer(str(adapters)).stop_ids == {BYTE_LEVEL.eos_id, 8}
-    (adapters / "generation_config.json").unlink()
-    settings["base_model_name_or_path"] = "some--one/else"  # which no hub can have
-    (adapters / "adapter_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(str(adapters)).stop_ids == {BYTE_LEVEL.eos_id}
-
-
 @pytest.mark.parametrize("content", [byte_level_tokenizer(), llama_tokenizer(), llama2_tokenizer()])
 @given(st.lists(st.sampled_from(["to be", "or", " ", "\n", "e\u0301", "<s>", "That is"])))
 def test_long_texts_are_encoded_in_pieces_as_in_one(content: bytes, words: list[str]) -> None:

@@ -150,11 +150,10 @@ class ClassWeights:
         Raises:
             ConfigError, CheckpointError: see `load`.
         """
-        values: dict[str, Tensor] = {}
         if world is None:
             values = self.load()
         else:
-            world.run_in_thread_on_rank0(lambda: values.update(self.load()))
+            values = world.run_in_thread_on_rank0(self.load) or {}
         dtypes = {name: tensor.dtype for name, tensor in values.items()}
         if world is not None:
             dtypes = world.all_gather_object(dtypes)[0]

@@ -26,7 +26,6 @@ from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
 from lm.data.hub import download_from_hub
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import (
-    ADAPTER_CONFIG,
     MODEL_CONFIG,
     SOURCE_FILES,
     TOKENIZER_JSON,
@@ -77,6 +76,7 @@ _STRUCTURE_FILES = (MODEL_CONFIG, *SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save: causal masks and rotary frequencies."""
+_ADAPTER_CONFIG = "adapter_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 
 
@@ -88,8 +88,8 @@ def is_model(source: str) -> bool:
         ConfigError: it is a directory of PEFT.
     """
     directory = Path(source)
-    if (directory / ADAPTER_CONFIG).is_file():
-        problem = f"{source}: has adapters of PEFT ({ADAPTER_CONFIG})"
+    if (directory / _ADAPTER_CONFIG).is_file():
+        problem = f"{source}: has adapters of PEFT ({_ADAPTER_CONFIG})"
         remedy = "merge them with PEFT's merge_and_unload(), save_pretrained() the model, and name"
         raise ConfigError(f"init_from: {problem}; {remedy} its directory (docs/finetuning.md)")
     if directory.is_dir():

@@ -221,15 +221,19 @@ class World:
             all_done = all(self.all_gather_object(done))
         return future.result()
 
-    def run_in_thread(self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+    def run_in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` on every rank like `all_or_none`; it may take longer than `timeout`."""
-        self._run_in_thread(True, function, *args, **kwargs)
+        return self._run_in_thread(True, function, *args, **kwargs)
 
     def run_in_thread_on_rank0(
-        self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call `function` on rank 0, while the others wait; it may take longer than `timeout`."""
-        self._run_in_thread(self.rank == 0, function, *args, **kwargs)
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Call `function` on rank 0, while the others wait; it may take longer than `timeout`.
+
+        Returns:
+            Its result on rank 0, None on others.
+        """
+        return self._run_in_thread(self.rank == 0, function, *args, **kwargs)
 
     def run_in_thread_on_each_node(
         self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs
@@ -239,15 +243,15 @@ class World:
 
     def _run_in_thread(
         self, here: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> None:
-        future: futures.Future[None] = futures.Future()
+    ) -> Any:
+        future: futures.Future[Any] = futures.Future()
         if here:
             # A daemon thread: if another rank fails, this one ends without waiting for its own.
             call = partial(function, *args, **kwargs)
             threading.Thread(target=_complete, args=(future, call), daemon=True).start()
         else:
             future.set_result(None)
-        self.wait_for(future)
+        return self.wait_for(future)
 
     def for_saver(self) -> World:
         """Return the world for the thread that writes checkpoints, with another group."""
@@ -282,9 +286,8 @@ class World:
                 raise ConfigError(*problems)
 
 
-def _complete(future: futures.Future[None], call: Callable[[], Any]) -> None:
+def _complete(future: futures.Future[Any], call: Callable[[], Any]) -> None:
     try:
-        call()
-        future.set_result(None)
+        future.set_result(call())
     except BaseException as error:
         future.set_exception(error)

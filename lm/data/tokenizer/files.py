@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lm.data.hub import download_from_hub, find_directory
 from lm.errors import ConfigError
 from lm.fileio import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_bytes
 
@@ -15,7 +14,6 @@ TOKENIZER_JSON = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
@@ -59,12 +57,7 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     more = sorted(path.name for path in directory.glob(f"{MORE_TEMPLATES}/*.jinja"))
     names = [*TOKENIZER_FILES, OLD_TEMPLATE, *(f"{MORE_TEMPLATES}/{name}" for name in more)]
     files = {name: _read_inside(directory, name) for name in names if (directory / name).is_file()}
-    model = directory
-    if GENERATION_CONFIG not in files:
-        model = _find_base(directory)
-        if (model / GENERATION_CONFIG).is_file():
-            files[GENERATION_CONFIG] = _read_inside(model, GENERATION_CONFIG)
-    config = _read_settings(model / MODEL_CONFIG)
+    config = _read_settings(directory / MODEL_CONFIG)
     for part in (config, config.get("text_config")):  # of a text model in a wrapper
         if isinstance(part, dict) and part.get("eos_token_id") is not None:
             content = files.get(GENERATION_CONFIG, b"{}")
@@ -97,23 +90,6 @@ def as_list(value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
     return [value]
-
-
-def _find_base(directory: Path) -> Path:
-    """Return the directory of the model that adapters in `directory` are for, else `directory`."""
-    settings = _read_settings(directory / ADAPTER_CONFIG)
-    source = settings.get("base_model_name_or_path")
-    if not isinstance(source, str):
-        return directory
-    base = Path(find_directory(source))
-    if base.is_dir():
-        return base
-    if settings.get("revision"):
-        source = f"{source}@{settings['revision']}"
-    try:
-        return download_from_hub(source, (GENERATION_CONFIG, MODEL_CONFIG), "tokenizer")
-    except ConfigError:  # the tokenizer works without it
-        return directory
 
 
 def _read_inside(directory: Path, name: str) -> bytes:
