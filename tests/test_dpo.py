@@ -386,7 +386,7 @@ def test_ranks_strategies_and_accumulation_change_nothing(sources: Sources, tmp_
         for name, losses in found.items():
             right = expected["muon" if name == "muon" else "one"]
             if name in ROUNDED:
-                assert losses[0] == pytest.approx(math.log(2), abs=1e-6), name
+                assert losses[0] == pytest.approx(math.log(2), abs=1e-4), name
                 assert losses == pytest.approx(right, rel=5e-2), name
             else:
                 assert losses == pytest.approx(right, rel=1e-6, abs=1e-6), (ranks, name)
@@ -538,14 +538,16 @@ def test_what_config_json_lets_be_random_is_not(
     save_model(kind, tmp_path / kind, RANDOM[kind])
     files = {"train_data": str(sources.pairs), "val_data": str(sources.pairs)}
     settings = TRAINING | files | {"init_from": str(tmp_path / kind), "lr": 1e-12}
-    for dtype in (None, "bfloat16"):
+    # The reference is computed in other batches, whose kernels can round otherwise.
+    for dtype, rounding in ((None, 1e-6), ("bfloat16", 0.02)):
         name = f"run_name={dtype}"
         run = run_fsdp(tmp_path, name, config=settings | {"amp_dtype": dtype}, code=0)
         for key, rate in RANDOM[kind].items():
             assert f"{key} {rate}" in run.stdout
         for report in read_reports(tmp_path, name=str(dtype)).values():
-            assert report["reward_chosen"] == report["reward_rejected"] == 0
-            assert report["loss"] == pytest.approx(math.log(2), abs=1e-8)
+            assert report["reward_chosen"] == pytest.approx(0, abs=rounding)
+            assert report["reward_rejected"] == pytest.approx(0, abs=rounding)
+            assert report["loss"] == pytest.approx(math.log(2), abs=rounding)
 
 
 def test_a_random_model_has_no_reference(sources: Sources) -> None:

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lm.checkpoint.headers import full_shape
@@ -99,6 +97,9 @@ class ClassWeights:
 
         Those that are not converted are pages of the files.
         """
+        from safetensors import SafetensorError  # benchmarks.gpu runs without
+        from safetensors.torch import load_file
+
         tensors: dict[str, Tensor] = {}
         for path in list_weight_files(self.directory):
             try:
