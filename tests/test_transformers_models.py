@@ -1003,8 +1003,9 @@ def test_flops_counted_of_a_class_are_those_of_model_py(
     assert count_flops_per_token(lora_config, theirs) == expected
 
 
-def test_flops_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_are_counted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For each rank and for each length, whatever the scale of the adapters is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     counted: list[float] = []
 
     def count_again(*_: Any) -> float:
