@@ -244,8 +244,9 @@ def _fill(target: Tensor, value: Tensor | None, dtype: torch.dtype, world: World
         dtype = torch.uint8
     local = local.view(-1, *shape)
     row_bytes = max(1, shape.numel() * dtype.itemsize)
-    for first in range(0, n_rows, max(1, SENT_BYTES // row_bytes)):
-        stop = min(n_rows, first + max(1, SENT_BYTES // row_bytes))
+    n_sent = max(1, SENT_BYTES // row_bytes)
+    for first in range(0, n_rows, n_sent):
+        stop = min(n_rows, first + n_sent)
         rows = torch.empty(stop - first, *shape, dtype=dtype, device=local.device)
         if value is not None:
             of_value = value.view(n_rows, *value.shape[1:])[first:stop].to(local.device)

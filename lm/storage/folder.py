@@ -124,6 +124,10 @@ def _is_idle(draft: Path) -> bool:
     return time.time() - last_write > IDLE_SECONDS
 
 
+def _new_draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.draft-{_HOST}-{uuid.uuid4().hex[:8]}")
+
+
 def _replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
 
@@ -144,7 +148,7 @@ def drafted(
     Raises:
         RunError: the disk is full.
     """
-    draft = path.with_name(f".{path.name}.draft-{_HOST}-{uuid.uuid4().hex[:8]}")
+    draft = _new_draft(path)
     draft.mkdir()
     try:
         free = shutil.disk_usage(draft).free
@@ -217,7 +221,7 @@ def find_damage(
 
 def discard(path: Path) -> None:
     """Delete what is at `path`, which is no longer there at any moment of that."""
-    aside = path.with_name(f".{path.name}.draft-{_HOST}-{uuid.uuid4().hex[:8]}")
+    aside = _new_draft(path)
     path.rename(aside)
     if aside.is_dir() and not aside.is_symlink():
         shutil.rmtree(aside, ignore_errors=True)
