@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +21,6 @@ from tests.support.runs import run_fsdp
 UNAVAILABLE = trial.unavailable_reason()
 in_containers = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 WITHOUT_LAUNCHER = "python3 fsdp.py"
-
-
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[Master]:
-    (tmp_path / "storage").mkdir()
-    master = Master(tmp_path / "storage")
-    yield master
-    master.close()
 
 
 def run(

@@ -11,7 +11,6 @@ import io
 import itertools
 import re
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,6 @@ HYPERPARAMETERS: dict[str, Any] = {
 }
 ENDLESS: dict[str, Any] = {"max_steps": 100_000, "checkpoint_rate": 100}
 """until the master ends it: a trial hears of that later than its small steps are done"""
-
-
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[Master]:
-    """A master without an experiment."""
-    (tmp_path / "storage").mkdir()
-    master = Master(tmp_path / "storage")
-    yield master
-    master.close()
 
 
 def losses(master: Master) -> dict[int, float]:
