@@ -52,7 +52,6 @@ from lm.command_line import parse_arguments
 from lm.config.hyperparameters import Hyperparameters, distinguishing
 from lm.config.reading import read_hyperparameters
 from lm.data.loader import Batch, Loader
-from lm.data.progress import progress_bar
 from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
@@ -72,7 +71,7 @@ from lm.launch.spawn import run_and_exit
 from lm.metrics.accumulator import MetricsAccumulator
 from lm.metrics.device import peak_flops
 from lm.metrics.logger import MetricLogger
-from lm.objectives.dpo import DPO, check_repeatable
+from lm.objectives.dpo import DPO
 from lm.objectives.objective import Losses, NextToken, Objective
 from lm.preflight import ResolvedRun, preflight
 from lm.report import write_report
@@ -405,7 +404,7 @@ class Trainer:
         # `setup_environment` disabled automatic collection, which would stop the ranks at
         # different times. `report` collects, and need not look at what exists now.
         gc.freeze()
-        self.compute_reference()
+        self.prepare_objective()
         self.complete_resumed_step()
         self.stop_where_configured()
         self.model.train()
@@ -420,7 +419,11 @@ class Trainer:
                 losses = self.forward_backward(batch)
                 agreement = self.start_agreement()
                 if self.step == 0:
-                    self.check_reference(batch, losses)
+                    line = self.objective.check_first_step(
+                        losses, batch.n_terms, self.world, self.run.amp_dtype
+                    )
+                    if line is not None:
+                        self.logger.info(line)
                 self.update_weights(batch, losses)
             if profiler_step is not None:
                 profiler_step()
@@ -439,63 +442,33 @@ class Trainer:
                 is_last = self.stopping or self.step == self.run.max_steps
                 self.save(wait=is_last or not self.hp.checkpoint.async_checkpoint)
 
-    def compute_reference(self) -> None:
-        """Compute what `objective: dpo` needs of the initial weights, unless a checkpoint has it.
+    def prepare_objective(self) -> None:
+        """Compute what the objective needs of the initial weights, unless a checkpoint has it.
 
         It is saved as often as the weights are later, and if the run is asked to stop.
         """
-        objective = self.objective
-        if not isinstance(objective, DPO) or objective.n_missing == 0:
+        if self.objective.is_prepared:
             return
-        objective.require_initial_weights(self.step)
-        n_replies = len(objective.reference)
-        what = f"log-probabilities of {n_replies:,} replies under the initial weights"
-        missing = ""
-        if objective.n_missing < n_replies:
-            missing = f", of which {objective.n_missing:,} are missing in the checkpoint"
-        self.logger.info(f"computing the {what}{missing}")
         micro_steps = self.run.global_batch_size // (self.hp.data.batch_size * self.world.size)
         rate = self.hp.checkpoint.checkpoint_rate * micro_steps
         self.model.train()  # for the kernels of a step
-        bar = progress_bar(
-            "reference", self.loader.n_pair_batches, "batch", hidden=self.world.rank != 0
-        )
-        with self.logger.status("computing the reference"), bar:
-            n_computed = 0
-            for pairs in self.until_stopped(self.loader.all_pairs()):
-                if self.world.any_rank(objective.lacks_reference(pairs)):  # in no checkpoint
-                    if n_computed == 0:
-                        with self.world.all_or_none():
-                            check_repeatable(self.model, pairs)
-                    objective.compute_reference(self.model, pairs)
-                    n_computed += 1
-                    if n_computed % rate == 0:
-                        self.save_reference(objective)
-                bar.update()
+        with self.logger.status("preparing the objective"):
+            batches = self.objective.prepare(
+                self.model, self.loader, self.step, self.world, self.logger.info
+            )
+            for n_batches in self.until_stopped(batches):
+                if n_batches % rate == 0:
+                    self.save_objective()
             if self.stopping:
-                self.save_reference(objective)
-            objective.exchange(self.world)
+                self.save_objective()
         self.accumulator.load_state_dict(None)  # no step has started
-        if not self.stopping:
-            self.logger.info(f"computed the {what}")
 
-    def save_reference(self, objective: DPO) -> None:
-        """Save what of the reference is computed, with the initial weights."""
-        objective.exchange(self.world)
-        n_replies = len(objective.reference)
-        n_computed = n_replies - objective.n_missing
-        self.logger.info(f"computed {n_computed:,} of {n_replies:,} log-probabilities")
+    def save_objective(self) -> None:
+        """Save what the objective has prepared so far, with the initial weights."""
+        self.objective.exchange(self.world)
         if self.run.trains:
             self.accumulator.load_state_dict(None)  # no step has started
             self.save(wait=True)
-
-    def check_reference(self, batch: Batch, losses: Losses) -> None:
-        """Refuse a first step in which the model does not equal its reference."""
-        if isinstance(self.objective, DPO):
-            sums_of_rank = torch.cat([losses.loss_sum.double()[None], losses.statistics])
-            sums = self.world.all_gather(sums_of_rank).sum(dim=0)
-            loss, *means = (sums / batch.n_terms).tolist()
-            self.logger.info(self.objective.check_start(loss, means, self.run.amp_dtype))
 
     def forward_backward(self, batch: Batch) -> Losses:
         """Accumulate the gradients of all micro-batches. Return the sums of this rank's terms."""

@@ -17,13 +17,14 @@ model, and the same kernels compute both. It is part of every checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.data.loader import MicroBatch, PairBatch
+from lm.data.loader import Loader, MicroBatch, PairBatch
+from lm.data.progress import progress_bar
 from lm.errors import ConfigError, RunError
 from lm.objectives.config import ObjectiveConfig
 from lm.objectives.objective import Losses, Objective
@@ -65,34 +66,63 @@ class DPO(Objective):
         """Replies whose log ref is unknown."""
         return int((self.reference > 0).sum())
 
-    def require_initial_weights(self, step: int) -> None:
-        """Raise ConfigError if log ref is missing after `step` steps, which changed the weights."""
+    @property
+    def is_prepared(self) -> bool:
+        return self.n_missing == 0
+
+    def prepare(
+        self, model: AnyModel, loader: Loader, step: int, world: World, log: Callable[[str], None]
+    ) -> Iterator[int]:
+        """Compute log ref of all replies, unless a checkpoint has it.
+
+        Raises:
+            ConfigError: it is missing after steps, which have changed the weights.
+            RunError: the model computes others at each call.
+        """
         if step > 0:
             problem = f"the checkpoint of step {step} lacks {self.n_missing:,} log-probabilities"
             remedy = "use another checkpoint, or resume=fresh"
             raise ConfigError(f"objective: dpo: {problem} under the initial weights; {remedy}")
-
-    def lacks_reference(self, pairs: PairBatch) -> bool:
-        """Return whether log ref of a reply is unknown."""
-        return bool((self.reference[pairs.replies] > 0).any())
+        n_replies = len(self.reference)
+        what = f"log-probabilities of {n_replies:,} replies under the initial weights"
+        missing = ""
+        if self.n_missing < n_replies:
+            missing = f", of which {self.n_missing:,} are missing in the checkpoint"
+        log(f"computing the {what}{missing}")
+        n_computed = 0
+        bar = progress_bar("reference", loader.n_pair_batches, "batch", hidden=world.rank != 0)
+        with bar:
+            for pairs in loader.all_pairs():
+                is_missing = bool((self.reference[pairs.replies] > 0).any())
+                if world.any_rank(is_missing):
+                    if n_computed == 0:
+                        with world.all_or_none():
+                            check_repeatable(model, pairs)
+                    self.compute_reference(model, pairs)
+                    n_computed += 1
+                    yield n_computed
+                bar.update()
+        self.exchange(world)
+        log(f"computed the {what}")
 
     @torch.no_grad()
     def compute_reference(self, model: AnyModel, pairs: PairBatch) -> None:
-        """Compute log ref of all replies with `model`, which is in train mode, as in a step."""
+        """Compute log ref of these replies with `model`, which is in train mode, as in a step."""
         self.reference[pairs.replies] = score_replies(model, pairs)
 
     def exchange(self, world: World) -> None:
-        """Let all ranks know what each has computed."""
         self.reference.copy_(world.minimum(self.reference))
 
-    def check_start(
-        self, loss: float, means: Sequence[float], compute_dtype: torch.dtype | None
-    ) -> str:
-        """Return what the loss and the statistics of the first step say of the reference.
+    def check_first_step(
+        self, losses: Losses, n_terms: int, world: World, compute_dtype: torch.dtype | None
+    ) -> str | None:
+        """Return what the first loss says of the reference.
 
         Raises:
             RunError: the model does not equal it, as it has to before the first update.
         """
+        sums_of_rank = torch.cat([losses.loss_sum.double()[None], losses.statistics])
+        loss, *means = (world.all_gather(sums_of_rank).sum(dim=0) / n_terms).tolist()
         tolerance = 1e-4
         if compute_dtype is not None:
             tolerance = 0.5

@@ -6,13 +6,14 @@ the global batch, so that the gradient depends neither on ranks, nor on accumula
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from lm.data.loader import MicroBatch, PairBatch
+from lm.data.loader import Loader, MicroBatch, PairBatch
+from lm.runtime.world import World
 from lm.transformers_model import AnyModel
 from model import Routed, RoutedLoss
 
@@ -35,19 +36,54 @@ class Losses(NamedTuple):
         return self.loss_sum + self.routed.balance_loss
 
 
-class Objective(ABC):
+class Objective:
     """What the terms of the loss are."""
 
     statistics: Sequence[str] = ()
     """names of what is reported besides the loss, as means over the terms"""
 
-    @abstractmethod
     def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         """Return the sums over the terms of a micro-batch."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state tensors, equal on every rank: by default none."""
         return {}
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has nothing to compute."""
+        return True
+
+    def prepare(
+        self, model: AnyModel, loader: Loader, step: int, world: World, log: Callable[[str], None]
+    ) -> Iterator[int]:
+        """Compute what the terms need of the initial weights, with `model` in train mode.
+
+        Args:
+            step: that the run has resumed from.
+
+        Yields:
+            After every batch, the same on all ranks: the number of batches computed so far.
+        """
+        raise NotImplementedError
+
+    def exchange(self, world: World) -> None:
+        """Let all ranks know what each has computed in `prepare` so far."""
+        raise NotImplementedError
+
+    def check_first_step(
+        self, losses: Losses, n_terms: int, world: World, compute_dtype: torch.dtype | None
+    ) -> str | None:
+        """Return a line on what the first step has computed before its update.
+
+        Args:
+            losses: of this rank.
+            n_terms: of all ranks.
+
+        Raises:
+            RunError: it does not start from the initial weights.
+        """
 
 
 class NextToken(Objective):
