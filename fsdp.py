@@ -63,13 +63,11 @@ from lm.determined.experiment import (
 )
 from lm.determined.search import SearchStop
 from lm.errors import ConfigError, RunError
-from lm.flops import count_flops_per_token
 from lm.hf import weights
 from lm.launch.console import announce, print_error, record_error, warn
 from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.spawn import run_and_exit
 from lm.metrics.accumulator import MetricsAccumulator
-from lm.metrics.device import peak_flops
 from lm.metrics.logger import MetricLogger
 from lm.objectives.dpo import DPO
 from lm.objectives.objective import Losses, NextToken, Objective
@@ -301,14 +299,11 @@ class Trainer:
         if hp.objective.of_pairs:
             self.objective = DPO(hp.objective, run.data.n_replies, world.device)
         self.checkpointer = Checkpointer(hp.checkpoint, store, world, run.tokenizer_files)
-        peak = None  # no MFU, as the padding of separate samples is not computed
-        if hp.data.packing:
-            peak = peak_flops(world.device, run.amp_dtype)
-        flops = None
-        if peak is not None and world.rank == 0:  # which alone logs it
-            flops = count_flops_per_token(hp.lora, hp.model)
+        ideal_seconds_per_token = None
+        if world.rank == 0:  # which alone logs the MFU
+            ideal_seconds_per_token = run.ideal_seconds_per_token(world.device)
         self.accumulator = MetricsAccumulator(
-            world.device, world, flops, peak, self.objective.statistics
+            world.device, world, ideal_seconds_per_token, self.objective.statistics
         )
         self.signals = PreemptionSignals(world.rank)  # SIGTERM, SIGINT, SIGUSR2, SIGHUP
         self.search_stop = SearchStop(

@@ -27,6 +27,7 @@ from lm.data.windows import check_token_files
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.flops import count_flops_per_token
 from lm.hf import weights
 from lm.hf.base import find_base
 from lm.inputs import (
@@ -41,6 +42,7 @@ from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
+from lm.metrics.device import peak_flops
 from lm.resume import (
     ResumePlan,
     describe_jump,
@@ -173,6 +175,19 @@ class ResolvedRun:
         if self.data.tokenizer is None:
             return {}
         return self.data.tokenizer.files
+
+    def ideal_seconds_per_token(self, device: torch.device) -> float | None:
+        """Return how long the FLOPs of a token take at the peak of `device`; None = unknown.
+
+        Unknown also without packing, as the padding of separate samples is not computed.
+        """
+        peak = peak_flops(device, self.amp_dtype)
+        if peak is None or not self.hp.data.packing:
+            return None
+        flops = count_flops_per_token(self.hp.lora, self.hp.model)
+        if flops is None:
+            return None
+        return flops / peak
 
     def is_complete(self, store: CheckpointStore, world: World) -> bool:
         """Return whether nothing is left to do; if so, print how to extend the run."""

@@ -23,8 +23,8 @@ class MetricsAccumulator:
     """Sums of the metrics between two reports, kept without synchronizing with the device.
 
     Args:
-        flops_per_token: forward and backward; None = unknown, no MFU.
-        peak_flops: of one device (FLOP/s); None = unknown, no MFU.
+        ideal_seconds_per_token: that its FLOPs take at the peak of a device, on rank 0; None = no
+            MFU.
         statistics: names of what the objective reports besides the loss.
     """
 
@@ -32,14 +32,12 @@ class MetricsAccumulator:
         self,
         device: torch.device,
         world: World,
-        flops_per_token: float | None,
-        peak_flops: float | None,
+        ideal_seconds_per_token: float | None,
         statistics: Sequence[str] = (),
     ) -> None:
         self._device = device
         self._world = world
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
+        self._ideal_seconds_per_token = ideal_seconds_per_token
         self._names = statistics
         self._load(MetricSums())
 
@@ -190,10 +188,9 @@ class MetricsAccumulator:
         metrics["waiting_for_data_percent"] = 100 * max(data_seconds) / sums.seconds
         if self._save_seconds is not None:
             metrics["save_stall_seconds"] = self._save_seconds
-        if self._peak_flops is not None and self._flops_per_token is not None:
+        if self._ideal_seconds_per_token is not None:
             # Model FLOPs utilization, of all devices together.
-            flops_per_second = tokens_per_second * self._flops_per_token
-            metrics["mfu"] = flops_per_second / (self._peak_flops * len(ranks))
+            metrics["mfu"] = tokens_per_second * self._ideal_seconds_per_token / len(ranks)
 
         self._load(MetricSums(consecutive_skipped=sums.consecutive_skipped))
         return metrics, int(sums.most_consecutive_skipped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AliasChoices, BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from lm.fileio import Line
 
@@ -47,11 +47,7 @@ class MetricSums(BaseModel, frozen=True, extra="forbid"):
         default=0.0,
         description="nats, over the terms of this rank; all other sums are global",
     )
-    n_terms: Count = Field(
-        default=0.0,
-        description="terms of the loss: targets",
-        validation_alias=AliasChoices("n_terms", "n_target_tokens"),  # as older checkpoints say
-    )
+    n_terms: Count = Field(default=0.0, description="terms of the loss")
     grad_norm_sum: Sum = 0.0
     n_taken: Count = Field(default=0.0, description="optimizer steps")
     n_skipped: Count = Field(default=0.0, description="steps that were skipped")
