@@ -220,10 +220,17 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         amp_dtype: of the parameters that are gathered, of forward and of backward; None = float32.
             The shards, which the optimizer updates, are float32.
     """
+    if hp.parallel.deterministic:
+        parallelize.use_deterministic_kernels()
     with torch.device("meta"):
         model = new_model(hp.model, dropout=not hp.objective.of_pairs)
         model = lora.add_adapters(model, hp.lora, amp_dtype)
-    parallelize.transform_blocks(model, hp.parallel, mesh, hp.precision.float8)
+    # Each wraps the `forward` of the blocks that the one before has left, so that parameters keep
+    # their names: the compiler sees what is recomputed, offloading what compiled blocks save.
+    parallelize.apply_float8(model, hp.precision.float8, hp.parallel, mesh)
+    parallelize.apply_activation_checkpointing(model, hp.parallel.activation_checkpointing)
+    parallelize.apply_compile(model, hp.parallel, hp.precision.float8, mesh)
+    parallelize.apply_activation_offload(model, hp.parallel, mesh)
     fsdp_options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(

@@ -629,7 +629,7 @@ def test_model_that_cannot_be_compiled_computes_without(
     model = make(LLAMA)
     tokens = tokens_of(model)
     expected = model(tokens, tokens)
-    parallelize.apply_compile(model, {}, needed=needed)
+    parallelize.compile_model(model, {}, needed=needed)
     no_compiler = {"cpp.cxx": ("/bin/false",), "force_disable_caches": True}
     ends_run = pytest.raises(BackendCompilerFailed) if needed else nullcontext()
     with inductor.patch(no_compiler), ends_run, warnings.catch_warnings(action="ignore"):

@@ -9,7 +9,7 @@ All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate"
     hybrid-full-shard  R = W/g  S = g  full-shard in groups of g ranks, replicated across (HSDP)
     hybrid-grad-shard  R = W/g  S = g  grad-shard in groups of g ranks
 
-Reading order: `parallelize`, then what it applies, in its order.
+`build_model` in fsdp.py applies what stands here, in its order.
 """
 
 from __future__ import annotations
@@ -80,45 +80,15 @@ def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> 
     return MeshShape(replicate=world_size // group, shard=group)
 
 
-def transform_blocks(
-    model: AnyModel, config: ParallelConfig, mesh: DeviceMesh, float8: str | None
+def apply_float8(
+    model: AnyModel, float8: str | None, config: ParallelConfig, mesh: DeviceMesh
 ) -> None:
-    """Let the blocks of `model` compute in float8, recompute, be compiled and offload, in place.
-
-    Each transform wraps the one before: offloading (outermost) > compilation > recomputation >
-    float8 products. All but the last replace the `forward` of a block and not the block, so that
-    parameters keep the names of model.py. FSDP wraps them all.
-
-    Args:
-        float8: torchao's recipe for the blocks' matrix products.
-    """
-    on_gpu = mesh.device_type == "cuda"
-    if config.deterministic:
-        _use_deterministic_kernels()
-
-    if float8:
-        shards = 1 if config.cpu_offload else mesh["shard"].size()
-        assert isinstance(model, Transformer)
-        convert_to_float8(model.blocks, float8, on_gpu, shards)
-
-    # Inside the compiled region, so that the compiler sees what is recomputed.
-    if config.activation_checkpointing != "none":
-        apply_activation_checkpointing(model, config.activation_checkpointing)
-
-    compiles = config.compiles(on_gpu, float8)
-    if compiles and not isinstance(model, Transformer) and not model.config.examined.compilation:
-        warn(f"{model.config.model_type}: not compiled, as its layers are no graphs")
-        compiles = False
-    if compiles:
-        options = compiler_options()
-        if float8 == "rowwise" and on_gpu:
-            # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
-            options["emulate_precision_casts"] = True
-        apply_compile(model, options, needed=config.compile is True)
-
-    # Outside the compiled region, to see the tensors that it saves.
-    if config.activation_offload:
-        ActivationOffload(list(model.blocks), mesh.device_type)
+    """Let the matrix products of the blocks be computed in float8, by torchao's recipe `float8`."""
+    if float8 is None:
+        return
+    assert isinstance(model, Transformer)
+    shards = 1 if config.cpu_offload else mesh["shard"].size()
+    convert_to_float8(model.blocks, float8, mesh.device_type == "cuda", shards)
 
 
 SAVE_OPS = {
@@ -144,8 +114,12 @@ CHOICES = {torch.ops.aten.topk.default}
 experts could be others in backward than in forward. Routers of transformers write into theirs."""
 
 
-def apply_activation_checkpointing(model: AnyModel, mode: Literal["selective", "full"]) -> None:
-    """Let each block recompute in backward what `mode` does not save."""
+def apply_activation_checkpointing(
+    model: AnyModel, mode: Literal["none", "selective", "full"]
+) -> None:
+    """Let each block recompute in backward what `mode` does not save: with none, it saves all."""
+    if mode == "none":
+        return
     has_experts = isinstance(model, Transformer) and model.config.n_experts is not None
     for block in model.blocks:
         block.forward = partial(checkpoint_function(mode, has_experts), block.forward)
@@ -191,10 +165,28 @@ def _has_dropout(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     return given.get("dropout_p", 0.0) > 0
 
 
-def apply_compile(model: AnyModel, options: Mapping[str, Any], *, needed: bool) -> None:
+def apply_compile(
+    model: AnyModel, config: ParallelConfig, float8: str | None, mesh: DeviceMesh
+) -> None:
     """Compile the blocks, of which those of a kind share a graph, and the loss, for all chunks.
 
     FSDP's hooks are not compiled.
+    """
+    on_gpu = mesh.device_type == "cuda"
+    if not config.compiles(on_gpu, float8):
+        return
+    if not isinstance(model, Transformer) and not model.config.examined.compilation:
+        warn(f"{model.config.model_type}: not compiled, as its layers are no graphs")
+        return
+    options = compiler_options()
+    if float8 == "rowwise" and on_gpu:
+        # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
+        options["emulate_precision_casts"] = True
+    compile_model(model, options, needed=config.compile is True)
+
+
+def compile_model(model: AnyModel, options: Mapping[str, Any], *, needed: bool) -> None:
+    """Compile the blocks and the loss.
 
     Args:
         needed: whether a failure of the compiler ends the run.
@@ -247,6 +239,12 @@ def compile_blocks(model: AnyModel, compile_graph: Callable[[Any], Any]) -> None
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, limit)
     for block in model.blocks:
         block.forward = compile_graph(block.forward)
+
+
+def apply_activation_offload(model: AnyModel, config: ParallelConfig, mesh: DeviceMesh) -> None:
+    """Let host memory hold what the blocks save for backward."""
+    if config.activation_offload:
+        ActivationOffload(list(model.blocks), mesh.device_type)
 
 
 def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
@@ -341,7 +339,8 @@ def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) ->
         model.set_reshard_after_backward(is_last)
 
 
-def _use_deterministic_kernels() -> None:
+def use_deterministic_kernels() -> None:
+    """Let the same step compute the same bits again, in this process from now on."""
     # cuBLAS reads it at its first product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
