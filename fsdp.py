@@ -285,6 +285,8 @@ class Trainer:
         """completed steps"""
         self.stopping = False
         """whether the ranks have agreed to stop: after this step, or in an evaluation"""
+        self.stop_reason: str | None = None
+        """why, if neither a signal, nor the search, nor Determined has asked for it"""
         self.validation_loss: float | None = None
         """at this step, in nats per token; None = not validated"""
         self.sampled = False
@@ -343,8 +345,8 @@ class Trainer:
         if run.begins_with is not None:
             self.world.on_rank0(self.store.announce, run.begins_with)
         start = run.start
-        is_new = not run.resume_plan.resume_candidates
-        if start.model is not None and (is_new or start.base is not None):
+        resumes = bool(run.resume_plan.resume_candidates)
+        if start.model is not None and (not resumes or start.base is not None):
             to_be_exported = run.trains and start.base is None  # adapters are exported alone, too
             weights.load_into(
                 self.model, start.model, self.world, self.logger.info, to_be_exported=to_be_exported
@@ -415,11 +417,11 @@ class Trainer:
             with self.accumulator.waiting_for_data():
                 batch = next(batches)
             if self.hp.skipping.lists_step(self.step + 1):
-                agreement = self.start_agreement()
+                vote = self.start_vote()
                 self.accumulator.add_skipped()
             else:
                 losses = self.forward_backward(batch)
-                agreement = self.start_agreement()
+                vote = self.start_vote()  # the update hides the time that it takes
                 if self.step == 0:
                     line = self.objective.check_first_step(
                         losses, batch.n_terms, self.world, self.run.amp_dtype
@@ -433,7 +435,7 @@ class Trainer:
             self.validation_loss = None
             self.sampled = False
             self.logger.on_step_end()
-            self.stopping, is_writing = agreement.wait()
+            self.stopping, is_writing = vote.wait()  # so that all ranks stop after this step
             if self.checkpointer.is_pending and not is_writing:
                 self.commit()
             if self.is_due(self.hp.metrics.report_rate):
@@ -499,12 +501,12 @@ class Trainer:
         The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
         """
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
-        grad_norm, nonfinite, divisor = self.optimizer.measure_gradients(self.scaler.scale)
+        grad_norm, nonfinite = self.optimizer.measure_gradients(self.scaler.scale)
+        divisor = self.optimizer.clip(grad_norm, self.scaler.scale)
         skipped = self.spikes.find_skipped(
             self.world, losses.loss_sum, batch.n_terms, grad_norm, nonfinite
         )
-        # A checkpoint's copy must be complete before the optimizer changes what it copies.
-        self.checkpointer.protect_copy()
+        self.checkpointer.wait_for_copy()  # as the optimizer changes what it copies
         self.optimizer.step(lr, divisor, skipped)
         self.balance.end_step(skipped)
         self.optimizer.zero_grad()
@@ -518,7 +520,7 @@ class Trainer:
             losses.statistics,
         )
 
-    def start_agreement(self) -> PendingFlags:
+    def start_vote(self) -> PendingFlags:
         """Start to find out whether any rank was asked to stop, and whether any is writing."""
         return self.world.start_any(self.asked_to_stop(), self.checkpointer.is_writing)
 
@@ -533,7 +535,7 @@ class Trainer:
         stop = self.hp.run.stop_at_step
         if stop is not None and stop <= self.step < self.run.max_steps and not self.stopping:
             self.stopping = True
-            self.search_stop.reason = f"as stop_at_step is {stop}; rerun without it to resume"
+            self.stop_reason = f"as stop_at_step is {stop}; rerun without it to resume"
 
     def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
         """Yield `items`, as many on every rank, until the ranks agree after one of them to stop."""
@@ -561,9 +563,9 @@ class Trainer:
         """
         saved = self.validation_loss, self.sampled
         self.evaluate()
-        is_new = (self.validation_loss, self.sampled) != saved
+        has_evaluated = (self.validation_loss, self.sampled) != saved
         is_due = self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate)
-        if is_new and self.run.trains and is_due:
+        if has_evaluated and self.run.trains and is_due:
             self.save(wait=True)
 
     def report(self) -> None:
@@ -644,7 +646,7 @@ class Trainer:
         with self.accumulator.paused(), self.logger.status("sampling"):
             # Past the end of the text, which is cut below: the ranks gather shards together, so
             # all sample as many tokens.
-            sampled = sampling.generate(  # in eval mode, without gradients
+            continuation = sampling.generate(  # in eval mode, without gradients
                 self.model,
                 self.run.prompt,
                 self.hp.run.num_tokens,
@@ -652,7 +654,7 @@ class Trainer:
                 seed=self.run.seed,
                 settings=sampling.SAMPLES,
             )
-            tokens = list(self.until_stopped(sampled))
+            tokens = list(self.until_stopped(continuation))
             if self.stopping:
                 return
             self.model.train()
@@ -696,7 +698,7 @@ class Trainer:
         """Acknowledge a preemption, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
-            reason = self.search_stop.reason
+            reason = self.stop_reason or self.search_stop.reason
             if reason is None:
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:

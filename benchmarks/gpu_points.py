@@ -307,7 +307,8 @@ class Bench:
                 parallelize.start_micro_step(transformer, hp.parallel, is_last)
                 loss_sum = transformer(inputs, targets)
                 (loss_sum / n_tokens).backward()
-            _, nonfinite, divisor = optimizer.measure_gradients(scale)
+            norm, nonfinite = optimizer.measure_gradients(scale)
+            divisor = optimizer.clip(norm, scale)
             optimizer.step(hp.optim.lr, divisor, nonfinite)
             optimizer.zero_grad()
 

@@ -234,7 +234,7 @@ def test_async_checkpoint_copies_the_state(tmp_path: Path) -> None:
             checkpointer.allocate(state)
             for step in (1, 2, 3):
                 checkpointer.save(state, info, progress_at(step))
-                checkpointer.protect_copy()
+                checkpointer.wait_for_copy()
                 for tensor in state["model"].values():
                     tensor.fill_(step + 1)
                 saved.append((checkpointer.is_writing, checkpointer.commit()[1]))

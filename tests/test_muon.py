@@ -87,8 +87,8 @@ def fill_gradients(model: nn.Module, seed: int) -> None:
 
 
 def take_step(optimizer: optim.Optimizer, lr: float = 0.01) -> Tensor:
-    _, skipped, divisor = optimizer.measure_gradients(1.0)
-    optimizer.step(lr, divisor, skipped)
+    norm, skipped = optimizer.measure_gradients(1.0)
+    optimizer.step(lr, optimizer.clip(norm, 1.0), skipped)
     optimizer.zero_grad()
     return skipped
 
@@ -145,9 +145,9 @@ def test_optimizer_skips_a_finite_gradient_as_told(name: str) -> None:
     tensors = model.state_dict() | optimizer.state_dict()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     fill_gradients(model, 1)
-    _, nonfinite, divisor = optimizer.measure_gradients(1.0)
+    norm, nonfinite = optimizer.measure_gradients(1.0)
     assert nonfinite == 0
-    optimizer.step(0.01, divisor, torch.ones(()))
+    optimizer.step(0.01, optimizer.clip(norm, 1.0), torch.ones(()))
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 

@@ -128,10 +128,9 @@ def fill_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
 def take_step(
     optimizer: Optimizer, lr: float = 0.1, loss_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    grad_norm, skipped, divisor = optimizer.measure_gradients(
-        torch.tensor(loss_scale) if loss_scale != 1 else 1.0
-    )
-    optimizer.step(lr, divisor, skipped)
+    scale = torch.tensor(loss_scale) if loss_scale != 1 else 1.0
+    grad_norm, skipped = optimizer.measure_gradients(scale)
+    optimizer.step(lr, optimizer.clip(grad_norm, scale), skipped)
     optimizer.zero_grad()
     return grad_norm, skipped
 

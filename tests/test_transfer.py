@@ -69,8 +69,8 @@ def train(
         inputs, targets = batch(step)
         loss = model(inputs, targets) / targets.numel()
         loss.backward()
-        grad_norm, skipped, divisor = optimizer.measure_gradients(1.0)
-        optimizer.step(0.01 / (step + 1), divisor, skipped)
+        grad_norm, skipped = optimizer.measure_gradients(1.0)
+        optimizer.step(0.01 / (step + 1), optimizer.clip(grad_norm, 1.0), skipped)
         optimizer.zero_grad()
         found.append((loss.item(), grad_norm.item()))
     return found
@@ -317,8 +317,8 @@ def train_on_equal_gradients(world: World, sharding: str) -> tuple[list[float], 
             parameter.grad = torch.empty_like(parameter)
             rows, start = local_rows(parameter.grad)
             rows.copy_(gradient[start : start + len(rows)])
-        norm, skipped, divisor = optimizer.measure_gradients(1.0)
-        optimizer.step(0.01, divisor, skipped)
+        norm, skipped = optimizer.measure_gradients(1.0)
+        optimizer.step(0.01, optimizer.clip(norm, 1.0), skipped)
         norms.append(norm.item())
     return norms, {name: full(parameter) for name, parameter in model.named_parameters()}
 

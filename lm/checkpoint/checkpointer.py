@@ -157,7 +157,7 @@ class Checkpointer:
     def save(self, state: State, run_info: RunInfo, progress: TrainingProgress) -> None:
         """Start to copy `state` to host memory and to write it; `is_pending` until `commit`.
 
-        The state must not change until `protect_copy`, or without `async_checkpoint` until
+        The state must not change until `wait_for_copy`, or without `async_checkpoint` until
         `commit`.
         """
         assert self._pending is None, "commit the previous checkpoint first"
@@ -179,7 +179,7 @@ class Checkpointer:
         thread.start()
         self._pending = PendingSave(progress.step, thread, saved)
 
-    def protect_copy(self) -> None:
+    def wait_for_copy(self) -> None:
         """Make the device complete the copies of the last `save` before what follows.
 
         Called before the optimizer step, which changes what is copied.

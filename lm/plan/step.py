@@ -308,8 +308,8 @@ def _step(
         del loss
         live.move_rest(GRADIENTS)  # of this rank, not reduced yet
     live.start_phase(OPTIMIZER)
-    _, nonfinite, divisor = optimizer.measure_gradients(scaler.scale)
-    optimizer.step(1e-3, divisor, nonfinite)
+    norm, nonfinite = optimizer.measure_gradients(scaler.scale)
+    optimizer.step(1e-3, optimizer.clip(norm, scaler.scale), nonfinite)
 
 
 def _pair_of(tokens: Tensor) -> PairBatch:

@@ -130,9 +130,6 @@ class GradientMeasures(NamedTuple):
     """before clipping, without the loss scale"""
     nonfinite: Tensor
     """1.0 if the norm is inf or NaN, else 0.0"""
-    divisor: Tensor | None
-    """what gives the gradients of the loss, clipped: the loss scale, times norm / `grad_clip` if
-    that is above 1; None = 1"""
 
 
 class Optimizer:
@@ -207,21 +204,28 @@ class Optimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def measure_gradients(self, loss_scale: Tensor | float) -> GradientMeasures:
-        """Return the gradient norm over all ranks, and what `step` divides the gradients by.
+        """Return the gradient norm over all ranks.
 
         Args:
             loss_scale: a tensor on the device, or 1.0 if the loss is not scaled.
         """
         norm = self._grad_norm()
+        if isinstance(loss_scale, Tensor):
+            norm = norm / loss_scale.to(norm.device)
+        return GradientMeasures(norm, (~torch.isfinite(norm)).float())
+
+    def clip(self, norm: Tensor, loss_scale: Tensor | float) -> Tensor | None:
+        """Return what `step` divides the gradients by, so that their norm is at most `grad_clip`.
+
+        That is loss_scale x max(1, norm / grad_clip); None = 1.
+        """
         divisor: Tensor | None = None
         if isinstance(loss_scale, Tensor):
             divisor = loss_scale.to(norm.device)
-            norm = norm / divisor
-        nonfinite = (~torch.isfinite(norm)).float()
         if self._grad_clip is not None:
-            clip = torch.clamp(norm / self._grad_clip, min=1.0)
-            divisor = clip if divisor is None else divisor * clip
-        return GradientMeasures(norm, nonfinite, divisor)
+            excess = torch.clamp(norm / self._grad_clip, min=1.0)
+            divisor = excess if divisor is None else divisor * excess
+        return divisor
 
     def step(self, lr: float, divisor: Tensor | None, skipped: Tensor) -> None:
         """Update the parameters with the gradients divided by `divisor`.
