@@ -17,7 +17,6 @@ from determined.errors import CheckpointNotFound
 from torch import nn
 
 from lm.checkpoint import checkpointer as checkpointer_module
-from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
@@ -37,6 +36,7 @@ from lm.resume import ResumePlan, load_checkpoint, plan_resume, start_date
 from lm.runtime import run_state
 from lm.runtime.run_state import RunState, finish_move
 from lm.runtime.world import World
+from lm.storage.bucket import Bucket
 from tests.support.checkpoints import OPTIM_SHARDS, RUN_INFO, load_state, save_toy, toy_model
 from tests.support.ranks import in_world
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 import requests
 from determined.core import DummyTrainContext
@@ -29,6 +28,7 @@ from lm.launch.spawn import reserve_port
 from lm.metrics import trackers
 from lm.metrics.logger import MetricLogger
 from lm.preflight import preflight
+from lm.storage.bucket import Bucket
 from tests.support import REPOSITORY
 from tests.support.cluster.master import Master
 from tests.support.hyperparameters import EXACT_RUN, TINY
@@ -432,15 +432,17 @@ def test_determined_heartbeats_without_reports(
     opened.close()
 
 
-def test_determined_shows_checkpoints_in_object_storage(tmp_path: Path, master: Master) -> None:
-    storage = fsspec.filesystem("memory")
+def test_determined_shows_checkpoints_in_object_storage(
+    s3: str, tmp_path: Path, master: Master
+) -> None:
+    storage = Bucket(f"{s3}/run")
     first, second = str(uuid.uuid4()), str(uuid.uuid4())
-    opened = logger(tmp_path / "run", "determined", checkpoint_storage="memory://bucket/")
-    storage.pipe_file(f"/bucket/run/checkpoints/{first}/manifest.json", b"12345")
+    opened = logger(tmp_path / "run", "determined", checkpoint_storage=s3)
+    storage.write(f"checkpoints/{first}/manifest.json", b"12345")
     opened.log_checkpoint(4, first)
     wait_until(lambda: master.checkpoints)
-    storage.pipe_file(f"/bucket/run/checkpoints/{second}/manifest.json", b"123")
-    storage.rm(f"/bucket/run/checkpoints/{first}", recursive=True)
+    storage.write(f"checkpoints/{second}/manifest.json", b"123")
+    storage.delete([f"checkpoints/{first}/manifest.json"])
     opened.log_checkpoint(8, second)
     opened.close()
     shown = {

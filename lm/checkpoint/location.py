@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.checkpoint.bucket import Bucket, is_url
 from lm.checkpoint.layout import require_sizes_of_model
 from lm.checkpoint.manifest import (
     MANIFEST,
@@ -27,6 +26,7 @@ from lm.checkpoint.manifest import (
 from lm.errors import RunError
 from lm.fileio import MAX_JSON_BYTES
 from lm.runtime.run_dir import TRANSFER_PREFIX
+from lm.storage.bucket import Bucket, is_url
 
 if TYPE_CHECKING:
     from lm.runtime.world import World

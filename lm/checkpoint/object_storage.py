@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import DRAFT, MANIFEST, PARTS, CheckpointError
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
@@ -37,6 +36,7 @@ from lm.runtime.run_state import (
     read_state,
     write_state,
 )
+from lm.storage.bucket import Bucket
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -264,7 +264,7 @@ class BucketCheckpoints(CheckpointStore):
             self._lease.release()
 
     def close_after_error(self) -> None:
-        self.bucket.retry_seconds = 0
+        self.bucket.retry_for(0.0)
         with suppress(Exception):  # the lease expires
             self.release()
         super().close_after_error()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.checkpoint.bucket import is_url
 from lm.checkpoint.location import ClusterLocation, DirectoryLocation, Location, PlainLocation
 from lm.checkpoint.manifest import (
     DRAFT,
@@ -27,6 +26,7 @@ from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
 from lm.runtime.run_dir import TRANSFER_PREFIX, is_locked, release_leases, require_locked
 from lm.runtime.run_state import RunState, begin_run, has_files, read_state, write_state
+from lm.storage.bucket import is_url
 
 if TYPE_CHECKING:
     from determined import core

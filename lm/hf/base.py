@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from lm.checkpoint.bucket import is_url
 from lm.checkpoint.compare import refuse_adapters
 from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.headers import read_headers
@@ -36,6 +35,7 @@ from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
+from lm.storage.bucket import is_url
 from lm.training import lora
 from lm.training.lora import Adapters
 from lm.transformers_model import AnyModel, convert_weights, new_model

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import determined as det
 
-from lm.errors import RunError, make_printable
+from lm.errors import ConfigError, RunError, make_printable
 from lm.fileio import read_bytes, read_records, replace_durably
 from lm.launch.requirements import requires
 from lm.metrics.records import Report, Sample
 from lm.metrics.sinks import Record, Sink
 from lm.runtime.run_dir import RunDir
+from lm.storage.bucket import Bucket
 
 if TYPE_CHECKING:
     from determined.common.api import Session
@@ -216,20 +217,21 @@ class Determined(Client):
     needs_history = False
 
     def __init__(self, run: TrackedRun) -> None:
-        import fsspec
         from determined.common import api, util
 
         assert run.directory is not None
         master = api.canonicalize_master_url(api.get_default_master_url())
         session = _log_in(master)
-        directory = str(run.directory.absolute() / "checkpoints")
-        bucket = RunDir(run.name, run.hyperparameters.get("checkpoint_storage")).url
-        checkpoints = f"{bucket}/checkpoints" if bucket else directory
-        self._files, self._root = fsspec.url_to_fs(checkpoints, use_listings_cache=False)
+        self._checkpoints = run.directory.absolute() / "checkpoints"
+        self._bucket: Bucket | None = None
+        url = RunDir(run.name, run.hyperparameters.get("checkpoint_storage")).url
+        if url is not None:
+            self._bucket = Bucket(url)
+            self._bucket.retry_for(0.0)
 
         config = {
             "name": run.name,
-            "checkpoint_storage": {"type": "directory", "container_path": directory},
+            "checkpoint_storage": {"type": "directory", "container_path": str(self._checkpoints)},
             # Without a metric, the Overview has no chart. Masters before 0.38 require a length.
             "searcher": {"name": "single", "metric": "loss", "max_length": 1},
         }
@@ -295,11 +297,18 @@ class Determined(Client):
 
     def _checkpoint_files(self) -> dict[str, dict[str, str]]:
         """Return the size of each file by checkpoint and path; none if storage does not answer."""
+        found: dict[str, int] = {}
+        with suppress(ConfigError, RunError, OSError):
+            if self._bucket is not None:
+                found = self._bucket.sizes("checkpoints")
+            else:
+                for path in self._checkpoints.glob("*/*"):
+                    name = path.relative_to(self._checkpoints).as_posix()
+                    found[name] = path.stat().st_size
         sizes: dict[str, dict[str, str]] = {}
-        with suppress(Exception):
-            for path, file in self._files.find(self._root, detail=True).items():
-                checkpoint, _, inside = path.removeprefix(f"{self._root}/").partition("/")
-                sizes.setdefault(checkpoint, {})[inside] = str(file["size"])
+        for path, size in found.items():
+            checkpoint, _, inside = path.partition("/")
+            sizes.setdefault(checkpoint, {})[inside] = str(size)
         return sizes
 
     def keep_alive(self) -> None:

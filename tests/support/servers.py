@@ -7,12 +7,9 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 
-import fsspec
 import pytest
-
-from lm.checkpoint import bucket
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "key",
@@ -48,20 +45,11 @@ def serving(*command: str, port: int, **env: str) -> Iterator[str]:
         process.wait()
 
 
-def fresh_sessions() -> None:
-    """Forget the file systems of other servers and credentials, which fsspec keeps."""
-    for scheme in bucket.PACKAGES:
-        with suppress(ImportError):
-            fsspec.get_filesystem_class(scheme).clear_instance_cache()
-
-
 def use_s3(patch: pytest.MonkeyPatch, server: str, name: str) -> str:
     """Let this process and its children use the S3 at `server`; return a URL ending in `name`."""
-    pytest.importorskip("s3fs", reason="needs s3fs")
     import boto3
 
     for variable, value in (CREDENTIALS | ISOLATED | {"AWS_ENDPOINT_URL": server}).items():
         patch.setenv(variable, value)
-    fresh_sessions()
     boto3.client("s3").create_bucket(Bucket="bucket")
     return f"s3://bucket/{name}"

@@ -1,0 +1,192 @@
+"""Files in object storage, through obstore, which retries failed requests."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3", "gs", "az")
+RETRY_SECONDS = 120.0
+"""How long a failing request is retried."""
+REQUEST_SECONDS = 30.0
+"""Longest wait for an answer, or for more of one."""
+MAX_TRANSFERS = 4
+"""Files that a process transfers at the same time, each in parts."""
+BLOCK_BYTES = 8 << 20
+"""Written at a time while a file is downloaded."""
+
+_REMEDIES = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (AZURE_STORAGE_SAS_KEY),"
+    " or AZURE_USE_AZURE_CLI=true; connection strings are not read",
+}
+
+
+def is_url(where: str | Path) -> bool:
+    """Return whether `where` is a URL instead of a path."""
+    return "://" in str(where)
+
+
+class Bucket:
+    """The files below `url`, by their paths relative to it.
+
+    Methods raise ConfigError if access is denied or the bucket is missing, RunError if the server
+    fails for too long.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._scheme, _, root = self.url.partition("://")
+        if self._scheme not in SCHEMES or not re.fullmatch(r"[\w.-]+(/[\w.=+-]+)*", root):
+            kinds = " or ".join(f"{known}://BUCKET/PREFIX" for known in SCHEMES)
+            shown = f"{self._scheme}://..." if root else "this"  # without what may be a password
+            raise ConfigError(
+                f"{shown} is not of the form {kinds} with only letters, digits and . _ - = +"
+            )
+        self.retry_for(RETRY_SECONDS)
+
+    def retry_for(self, seconds: float) -> None:
+        """Retry failing requests from now on for `seconds`."""
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
+        self._retry_seconds = seconds
+        options: dict[str, Any] = {
+            "retry_config": {"retry_timeout": timedelta(seconds=seconds), "max_retries": 1000},
+            "client_options": {
+                "allow_http": True,  # of an endpoint that the user names
+                "connect_timeout": timedelta(seconds=min(10.0, REQUEST_SECONDS)),
+                "read_timeout": timedelta(seconds=REQUEST_SECONDS),
+                "timeout": timedelta(days=1),  # of a file of any size
+            },
+        }
+        try:
+            if self._scheme == "s3":  # obstore itself reads no profiles
+                options["credential_provider"] = Boto3CredentialProvider()
+            self._store: ObjectStore = from_url(self.url, **options)
+        except (BotoCoreError, ValueError, BaseError) as error:
+            raise self._denied(f"no credentials: {_describe(error)}") from None
+
+    def _denied(self, reason: str) -> ConfigError:
+        problem = f"{self.url}: access denied ({reason})"
+        return ConfigError(f"{problem}; {_REMEDIES[self._scheme]}, and check their permissions")
+
+    def sizes(self, path: str = "") -> dict[str, int]:
+        """Return the sizes of the files under `path`, by their paths relative to it."""
+        with self._errors("list"):
+            found = self._store.list(path or None).collect()
+        return {file["path"].removeprefix(f"{path}/"): file["size"] for file in found}
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a file; raise FileNotFoundError if it does not exist."""
+        with self._errors("get"):
+            return bytes(self._store.get(path).bytes())
+
+    def write(self, path: str, content: bytes) -> None:
+        """Create or replace a file."""
+        with self._errors("put"):
+            self._store.put(path, content)
+
+    def create(self, path: str, content: bytes) -> None:
+        """Create a file; raise FileExistsError if it exists, maybe by a request of this call."""
+        self._repeat("create", lambda: self._store.put(path, content, mode="create"))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete the files that exist of `paths`."""
+        self._repeat("delete", lambda: self._store.delete(paths))
+
+    def upload(self, names: Iterable[str], source: Path, target: str = "") -> None:
+        """Upload the files `names` of the directory `source` to the prefix `target`."""
+
+        def put(name: str) -> None:
+            self._store.put(f"{target}{name}", source / name)
+
+        self._transfer("put", put, names)
+
+    def download(self, names: Iterable[str], target: Path) -> None:
+        """Download the files `names` to the directory `target`.
+
+        Raises:
+            FileNotFoundError: one does not exist.
+        """
+
+        def get(name: str) -> None:
+            with (target / name).open("wb") as file:
+                for block in self._store.get(name).stream(min_chunk_size=BLOCK_BYTES):
+                    file.write(block)
+
+        self._transfer("get", get, names)
+
+    def copy(self, paths: Iterable[str], target: str) -> None:
+        """Copy files to the prefix `target`."""
+
+        def copy(path: str) -> None:
+            self._store.copy(path, f"{target}{path}")
+
+        self._transfer("copy", copy, paths)
+
+    def _transfer(self, action: str, transfer: Callable[[str], None], paths: Iterable[str]) -> None:
+        with ThreadPoolExecutor(MAX_TRANSFERS) as pool, self._errors(action):
+            list(pool.map(transfer, paths))
+
+    def _repeat(self, action: str, request: Callable[[], object]) -> None:
+        """Do what obstore does not repeat after a request that was not answered."""
+        deadline = time.monotonic() + self._retry_seconds
+        while True:
+            try:
+                with self._errors(action):
+                    request()
+            except RunError as error:
+                if isinstance(error, ConfigError) or time.monotonic() >= deadline:
+                    raise
+            else:
+                return
+
+    @contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        """Raise errors of ours instead of obstore's."""
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        try:
+            yield
+        except AlreadyExistsError as error:
+            raise FileExistsError(_describe(error)) from None
+        except (BaseError, OSError) as error:
+            raise self._our_error(action, error) from None
+
+    def _our_error(self, action: str, error: Exception) -> Exception:
+        reason = _describe(error)
+        status = re.search(r"status code: (\d+)", str(error))  # a listing says it in the text alone
+        if "token request" in reason or (status and status[1] in ("401", "403")):
+            return self._denied(reason)
+        if status and status[1] == "404":
+            if action == "get":
+                return FileNotFoundError(reason)
+            return ConfigError(f"{self.url}: {reason}; create the bucket, or use another URL")
+        problem = f"{self.url}: {action} failed ({reason})"
+        if isinstance(error, OSError):  # of a file on this machine
+            return ConfigError(problem)
+        duration = f"{self._retry_seconds:g} s"
+        remedy = "check the network and the server"
+        return RunError(f"{problem}, also when retried for {duration}; {remedy}")
+
+
+def _describe(error: Exception) -> str:
+    """Return what an error says, in one line, without queries of URLs, which have signatures."""
+    reason = str(error).partition("\n\nDebug source:")[0]
+    reason = re.sub(r"\?\S+", "", reason)
+    return " ".join(reason.split())[:500]
