@@ -18,8 +18,9 @@
 3  lm.training, lm.metrics, lm.data              what a step is made of
 3  lm.sampling                                   text from a model
 2  lm.transformers_model                         models of transformers, as model.py's
-1  model.py, lm.runtime, lm.determined           the model; the ranks; the master
-1  lm.storage                                     folders that appear complete; the user's cache
+2  lm.runtime                                    the ranks, the run's directory
+1  model.py, lm.determined                       the model; the master
+1  lm.storage                                    complete folders, locks, buckets, the cache
 1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
 0  lm.transformers_private                       what of transformers has no public name
 0  lm.delta_rule                                 linear attention inside of documents

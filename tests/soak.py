@@ -69,7 +69,7 @@ TO_ALL, TO_ONE, STOP, FREEZE = (
 )
 KINDS = {TO_ALL: 4, TO_ONE: 2, STOP: 1, FREEZE: 1}
 """Relative frequency of each kind."""
-SHORT_LEASE = "from lm.runtime import lease\nlease.LEASE_SECONDS = 2.0"
+SHORT_LEASE = "from lm.storage import lease\nlease.LEASE_SECONDS = 2.0"
 TIMEOUT = 60
 """Seconds until a start must reach its next save or its end."""
 

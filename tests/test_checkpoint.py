@@ -27,8 +27,9 @@ from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.resume import plan_resume
-from lm.runtime.run_dir import RunDir, lock_file
+from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
+from lm.storage.lock import hold_until_exit
 from tests.support.checkpoints import (
     RUN_INFO,
     SHARDS,
@@ -308,7 +309,7 @@ def test_save_removes_what_a_killed_download_left(tmp_path: Path) -> None:
 def test_save_of_a_run_whose_lock_another_received_too_ends_it(tmp_path: Path) -> None:
     def save_twice(world: World) -> tuple[str, str | None]:
         lock = tmp_path / "lock"
-        assert lock_file(lock) is None
+        hold_until_exit(lock)
         with open_checkpointer(world, tmp_path / "checkpoints") as checkpointer:
             good = save_toy(checkpointer, world, 1)
             lock.write_text("process 1 on other since today\n")
@@ -465,7 +466,7 @@ def test_checkpoint_list_says_what_is_complete_or_why_not(
     flip(third / SHARDS[0])  # which only `verify` reads
     (first / MANIFEST).unlink()
     assert main(["list", str(stopped / "runs" / "test")]) == 1
-    assert lock_file(stopped / "runs" / "test" / "lock") is None
+    hold_until_exit(stopped / "runs" / "test" / "lock")
     assert main(["list", str(stopped / "runs" / "test")]) == 0, "the run is saving"
     assert f"{second.name}  is being saved" in capsys.readouterr().out
 

@@ -395,7 +395,6 @@ def hide_package(folder: Path, name: str) -> str:
         ("pydantic", "fsdp", "--config config.yaml"),
         ("determined", "fsdp", "--config config.yaml"),
         ("google_crc32c", "fsdp", "--config config.yaml"),
-        ("filelock", "fsdp", "--config config.yaml"),
         ("tensorboard", "fsdp", f"--config {REPOSITORY}/config.yaml max_steps=1"),
         ("pydantic", "lm.checkpoint", "verify x"),
         ("pydantic", "lm.config", ""),

@@ -39,11 +39,10 @@ from lm.errors import ConfigError, RunError
 from lm.launch.spawn import reserve_port
 from lm.preflight import preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
-from lm.runtime import lease
 from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import RunState, write_state
 from lm.runtime.world import MeshShape, World
-from lm.storage import bucket
+from lm.storage import bucket, lease
 from tests.soak import soak
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -774,7 +773,7 @@ def test_lease_wait_may_exceed_the_collective_timeout(s3: str, tmp_path: Path) -
     dead = BucketCheckpoints(f"{s3}/test", tmp_path)
     dead.acquire()
     kill(dead)
-    script = "from lm.runtime import lease\nlease.LEASE_SECONDS = 12.0"
+    script = "from lm.storage import lease\nlease.LEASE_SECONDS = 12.0"
     overrides = (f"checkpoint_storage={s3}", "collective_timeout=8", "max_steps=1")
     run_fsdp(tmp_path, *overrides, ranks=2, script=script, code=0)
 

@@ -23,8 +23,9 @@ from lm.checkpoint.store import LocalCheckpoints
 from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.fileio import print_once
-from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
+from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import RunState
+from lm.storage.lock import GRACE_SECONDS, hold_until_exit, require_held
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
@@ -38,11 +39,12 @@ def _chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_python(script: str, **env: str) -> subprocess.Popen[str]:
-    """Start `script` in another process, after `from lm.runtime.run_dir import lock_file`."""
+    """Start `script` in another process, after some imports."""
     command = [
         sys.executable,
         "-c",
-        f"import os\nfrom lm.runtime.run_dir import lock_file\n{script}",
+        "import os\nfrom pathlib import Path\nfrom lm.storage.lock import hold_until_exit\n"
+        f"{script}",
     ]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | env
     return subprocess.Popen(
@@ -120,14 +122,14 @@ def test_run_dir_accepts_a_file_system_that_maps_users(monkeypatch: pytest.Monke
 def test_lock_names_the_process_that_holds_it(named: bool) -> None:
     Path("runs/x").mkdir(parents=True)
     flock = "import fcntl\nfile = open('runs/x/lock', 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
-    lock = "lock_file(__import__('pathlib').Path('runs/x/lock'))\n" if named else flock
+    lock = "hold_until_exit(Path('runs/x/lock'))\n" if named else flock
     with start_python(f"{lock}print('locked', flush=True)\ninput()") as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
         started_at = time.monotonic()
         with pytest.raises(RunError) as refused:
             in_world(RunDir("x").lock)
-        assert time.monotonic() - started_at < LOCK_TIMEOUT + 60
+        assert time.monotonic() - started_at < GRACE_SECONDS + 60
         started("y")  # another run
         holder.kill()
     assert refused.value.exit_code == 1
@@ -147,11 +149,9 @@ def test_run_in_the_directory_of_a_group_is_refused() -> None:
 
 def test_lock_is_not_inherited_by_forked_processes() -> None:
     fork = "if os.fork() == 0:\n    os.close(1)\n    input()\n"
-    with start_python(
-        f"lock_file(__import__('pathlib').Path('x'))\n{fork}os.kill(os.getpid(), 9)"
-    ) as holder:
+    with start_python(f"hold_until_exit(Path('x'))\n{fork}os.kill(os.getpid(), 9)") as holder:
         holder.wait()
-        assert lock_file(Path("x")) is None
+        hold_until_exit(Path("x"))
         assert Path("x").read_text().startswith(f"process {os.getpid()} on ")
 
 
@@ -161,8 +161,8 @@ def test_lock_is_not_inherited_by_forked_processes() -> None:
 def test_lock_of_a_killed_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """After SIGKILL in the middle of a write, the process is a zombie with a live thread."""
     script = (
-        "import ctypes, pathlib, threading\n"
-        "lock_file(pathlib.Path('x'))\n"
+        "import ctypes, threading\n"
+        "hold_until_exit(Path('x'))\n"
         "threading.Thread(target=os.read, args=(0, 1)).start()\n"  # until stdin is closed
         "print('locked', flush=True)\n"
         "ctypes.CDLL(None).syscall(60, 0)\n"  # exit of the main thread
@@ -173,62 +173,33 @@ def test_lock_of_a_killed_process_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         assert holder.stdout.readline() == "locked\n"
         while psutil.Process(holder.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        monkeypatch.setattr("lm.runtime.run_dir.LOCK_TIMEOUT", PATIENCE)
-        locked = pool.submit(lock_file, Path("x"))
+        monkeypatch.setattr("lm.storage.lock.GRACE_SECONDS", PATIENCE)
+        locked = pool.submit(hold_until_exit, Path("x"))
         with pytest.raises(TimeoutError):
             locked.result(timeout=0.5)
         holder.stdin.close()
-        assert locked.result() is None
+        locked.result()
 
 
-LEASE = """
-from pathlib import Path
-from typing import Any
-from lm.runtime import lease
-lease.LEASE_SECONDS = 1.5
-print(lock_file(Path('lock')), flush=True)
-input()
-"""
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 0])
+def test_file_system_without_locks_is_refused(tmp_path: Path, library: str, error: int) -> None:
+    """Also one on which every process receives the lock."""
+    env: dict[str, Any] = {"LD_PRELOAD": library, "FLOCK": str(error)}
+    result = run_fsdp(tmp_path, code=2, **env)
+    (line,) = result.stderr.splitlines()[-1:]
+    assert line.startswith(f"{tmp_path}/runs/test/lock: the file system has no locks")
+    assert "mount -o flock" in line
 
 
-@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_lock_where_there_are_no_locks_is_a_lease(library: str, error: int) -> None:
-    env = {"LD_PRELOAD": library, "FLOCK": str(error)}
-    with start_python(LEASE, **env) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "None\n"
-        assert Path("lock").read_text().startswith(f"process {first.pid} on ")
-        with start_python(LEASE, **env) as second:
-            output, _ = second.communicate("\n")
-        assert output.startswith(f"process {first.pid} on ")
-        first.kill()
-    with start_python(LEASE, **env) as third:  # after the lease of the killed one has expired
-        assert third.communicate("\n")[0] == "None\n"
-    process = start_python(LEASE.replace("1.5", "1e9"), **env)  # released: at once
-    assert process.communicate("\n")[0] == "None\n"
-
-
-def test_lock_that_another_process_received_too_is_noticed(library: str) -> None:
-    script = """
-from pathlib import Path
-from typing import Any
-from lm.runtime.run_dir import require_locked
-print(lock_file(Path('runs/x/lock')), flush=True)
-input()
-try:
-    require_locked(Path('runs/x/lock'))
-except Exception as error:
-    print(error)
-"""
-    Path("runs/x").mkdir(parents=True)
-    env = {"LD_PRELOAD": library, "FLOCK": "0"}
-    with start_python(script, **env) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "None\n"
-        second = start_python(script, **env)
-        assert second.communicate("\n")[0] == "None\n"
-        output, _ = first.communicate("\n")
-    assert output.startswith(f"runs/x: in use by process {second.pid} on ")
+def test_lock_that_another_machine_received_too_is_noticed() -> None:
+    """As on file systems on which machines have separate locks."""
+    path = Path("runs/x/lock")
+    path.parent.mkdir(parents=True)
+    hold_until_exit(path)
+    require_held(path)
+    path.write_text("process 1 on elsewhere\n")
+    with pytest.raises(RunError, match=r"^runs/x: in use by process 1 on elsewhere; "):
+        require_held(path)
 
 
 NO_DIRECTORY_FSYNC = [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM]
@@ -237,8 +208,6 @@ NO_DIRECTORY_FSYNC = [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM]
 @pytest.mark.parametrize("error", NO_DIRECTORY_FSYNC)
 def test_directory_that_cannot_be_flushed_costs_nothing(library: str, error: int) -> None:
     script = """
-from pathlib import Path
-from typing import Any
 from lm.fileio import sync_directory
 before = os.listdir('/proc/self/fd')
 sync_directory(Path('.'))
@@ -250,8 +219,6 @@ print(os.listdir('/proc/self/fd') == before)
 
 def test_directory_whose_flush_fails_is_an_error(library: str) -> None:
     script = """
-from pathlib import Path
-from typing import Any
 from lm.fileio import sync_directory
 before = os.listdir('/proc/self/fd')
 try:
@@ -264,17 +231,10 @@ except OSError as error:
 
 
 @pytest.mark.slow
-def test_run_on_a_file_system_without_locks_and_flushes(tmp_path: Path, library: str) -> None:
-    env: dict[str, Any] = {"LD_PRELOAD": library, "FLOCK": str(errno.ENOSYS)}
-    env["DIRECTORY_FSYNC"] = str(errno.EINVAL)
-    (tmp_path / "a.txt").write_text("to be or not to be, " * 20)
-    data = ["dataset=text", "train_data=a.txt", "vocab_size=257"]
+def test_run_on_a_file_system_without_flushes_of_directories(tmp_path: Path, library: str) -> None:
+    env: dict[str, Any] = {"LD_PRELOAD": library, "DIRECTORY_FSYNC": str(errno.EINVAL)}
     for step in (1, 2):
-        result = run_fsdp(tmp_path, f"max_steps={step}", *data, code=0, **env)
-        cause = "runs/test/lock: the file system has no locks (Function not implemented)"
-        assert cause in result.stderr
-        assert "SoftFileLock" not in result.stderr  # the library's, in the cache
-        assert "waiting" not in result.stderr  # the lease of the first run is released
+        run_fsdp(tmp_path, f"max_steps={step}", code=0, **env)
         assert step in checkpoints_by_step(tmp_path)
 
 

@@ -24,7 +24,6 @@ from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints, NewCheckpoint
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
-from lm.runtime.lease import Lease, is_held
 from lm.runtime.run_dir import TRANSFER_PREFIX
 from lm.runtime.run_state import (
     ASIDE,
@@ -37,6 +36,7 @@ from lm.runtime.run_state import (
     write_state,
 )
 from lm.storage.bucket import Bucket
+from lm.storage.lease import Lease, is_leased
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -111,7 +111,7 @@ class BucketCheckpoints(CheckpointStore):
         return self._manifests[name]
 
     def is_in_use(self) -> bool:
-        return is_held(self.bucket)
+        return is_leased(self.bucket)
 
     def was_committed(self) -> bool:
         paths = self.bucket.sizes("checkpoints")
@@ -254,7 +254,6 @@ class BucketCheckpoints(CheckpointStore):
 
     def close(self, world: World) -> None:
         world.run_in_thread(self.release)
-        super().close(world)
 
     def release(self) -> None:
         """Upload the files of the run and release the lease, if this process holds it."""
@@ -267,4 +266,3 @@ class BucketCheckpoints(CheckpointStore):
         self.bucket.retry_for(0.0)
         with suppress(Exception):  # the lease expires
             self.release()
-        super().close_after_error()

@@ -24,9 +24,10 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
-from lm.runtime.run_dir import TRANSFER_PREFIX, is_locked, release_leases, require_locked
+from lm.runtime.run_dir import TRANSFER_PREFIX
 from lm.runtime.run_state import RunState, begin_run, has_files, read_state, write_state
 from lm.storage.bucket import is_url
+from lm.storage.lock import is_held, require_held
 
 if TYPE_CHECKING:
     from determined import core
@@ -175,13 +176,11 @@ class CheckpointStore(ABC):
             fresh: move all files of earlier runs, their checkpoints included, to `before-<time>/`.
         """
 
-    def close(self, world: World) -> None:  # noqa: ARG002
+    def close(self, world: World) -> None:  # noqa: B027
         """Complete what `start` began."""
-        release_leases()
 
-    def close_after_error(self) -> None:
+    def close_after_error(self) -> None:  # noqa: B027
         """Try to `close`, once, without the other ranks: metrics up to an error can explain it."""
-        release_leases()
 
 
 class LocalCheckpoints(CheckpointStore):
@@ -223,7 +222,7 @@ class LocalCheckpoints(CheckpointStore):
 
     def is_in_use(self) -> bool:
         with suppress(OSError):  # another user's
-            return is_locked(self.path.parent / "lock")
+            return is_held(self.path.parent / "lock")
         return False
 
     def read_state(self) -> RunState:
@@ -239,7 +238,7 @@ class LocalCheckpoints(CheckpointStore):
         return state.had_checkpoint or not (self.path / first).exists()
 
     def require_lock(self) -> None:
-        require_locked(self.path.parent / "lock")
+        require_held(self.path.parent / "lock")
 
     def record_first(self, path: Path) -> None:
         state = self.read_state()

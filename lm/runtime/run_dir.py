@@ -17,7 +17,6 @@ checkpoints/              one directory per checkpoint
 state.json                what the run started from, and whether it ever had a checkpoint
 tracker_id                names the run to trackers
 lock                      names the process that uses the directory
-lock.lease/               the lease of that process, on a file system without locks
 lease                     identifies the process that used the directory, in object storage
 """
 
@@ -29,7 +28,6 @@ import os
 import re
 import socket
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -37,20 +35,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from lm.errors import ConfigError, RunError
-from lm.fileio import open_regular, print_once, read_bytes, replace_durably, sync_directory
-from lm.launch.cleanup import at_exit
-from lm.launch.machine import describe_this_process
-from lm.runtime.lease import (
-    DirectoryStorage,
-    InUseError,
-    Lease,
-    in_use_error,
-    is_held,
-)
+from lm.fileio import open_regular, print_once, replace_durably, sync_directory
 from lm.runtime.run_state import STATE, finish_move, read_state
+from lm.storage.lock import hold_until_exit, holds, read_holder
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -59,22 +47,13 @@ RUNS = Path("runs")
 """Directory of all runs, below the one that the command is started in."""
 TRANSFER_PREFIX = ".transfer-"
 """Prefix of temporary directories for transfers to and from object storage."""
-LOCK_TIMEOUT = 5.0
-"""Seconds. The kernel releases the lock of a killed process only after its last write."""
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{,199}"
 """Regular expression of a directory's name."""
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
-"""of `flock`, where the file system does not implement it"""
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NOT_OURS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
+_NOT_OURS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EINVAL)
 """where a file has the name of a directory, or the other way around, or a FIFO"""
-_locks: dict[Path, tuple[FileLock | Lease, str]] = {}
-"""of this process, by absolute path, and what it has written to the files
-
-A lock without a reference would be released.
-"""
 
 
 class RunDir:
@@ -112,8 +91,8 @@ class RunDir:
             ConfigError: it cannot be created, its file system cannot do what saving needs, or a
                 rank of another machine does not see this lock.
         """
-        world.run_in_thread_on_rank0(self._create_and_lock)  # a lease can be waited for
-        holder = world.on_rank0(_read_lock, self._lock)
+        world.run_in_thread_on_rank0(self._create_and_lock)
+        holder = world.on_rank0(read_holder, self._lock)
         with world.all_or_none():
             if self.url is None:
                 self._require_same_directory(holder)
@@ -123,7 +102,7 @@ class RunDir:
 
     def remove_unused(self) -> None:
         """Remove what `lock` has created if this process holds the lock, and no run has started."""
-        if self._lock.absolute() not in _locks or self.config.exists():
+        if not holds(self._lock) or self.config.exists():
             return
         with suppress(OSError):  # other files are there
             for path in self._subdirectories:
@@ -140,7 +119,7 @@ class RunDir:
         try:
             for path in (self.path, *self._subdirectories):
                 make_directory(path)
-            holder = lock_file(self._lock)
+            hold_until_exit(self._lock)
         except OSError as error:
             remedy = "start in another directory"
             cause = error.strerror
@@ -151,8 +130,6 @@ class RunDir:
                 remedy = f"in {RUNS.absolute()} rename what no run has written, or {remedy}"
             problem = f"{self.path}: cannot be created and locked ({cause})"
             raise ConfigError(f"{problem}; {remedy}") from None
-        if holder is not None:
-            raise in_use_error(self.path, holder)
         finish_move(self.path)
         if read_state(self.path).had_checkpoint:  # the file system has shown that it can save
             return
@@ -165,15 +142,14 @@ class RunDir:
             ) from None
 
     def _require_same_directory(self, holder: str) -> None:
-        try:
-            found = _read_lock(self._lock)
-        except OSError as error:
-            found = f"no lock file: {error.strerror}"
+        found = "no lock file"
+        if self._lock.exists():
+            found = read_holder(self._lock)
         if found != holder:
             raise ConfigError(
                 f"{self.path.absolute()}: not the same directory on all machines: locked by"
-                f" {holder.strip()}, but {socket.gethostname()} sees {found.strip()}; start in a"
-                " directory that all machines share"
+                f" {holder}, but {socket.gethostname()} sees {found}; start in a directory that all"
+                " machines share"
             )
 
     def start(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any]) -> None:
@@ -205,114 +181,6 @@ def _try_to_save(directory: Path) -> None:
         replace_durably(draft / "file", b"\n")
         draft.rename(Path(name) / "saved")
         sync_directory(Path(name))
-
-
-def lock_file(path: Path) -> str | None:
-    """Lock the file `path` until this process ends.
-
-    On a file system without locks, the process has a lease next to it, until `release_leases`.
-
-    Returns:
-        None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
-    """
-    lock = FileLock(path.absolute(), LOCK_TIMEOUT, thread_local=False, on_acquired=_write_lock)
-    try:
-        lock.acquire()
-    except Timeout:
-        holder = _read_lock(path).strip()
-        if not holder:  # it has not written the file yet
-            holder = "another process"
-        return holder
-    except OSError as error:
-        return _acquire_lease(path, error)
-    _locks[path.absolute()] = lock, _read_lock(path)
-    return None
-
-
-def lease_instead(path: Path, error: OSError) -> Lease:
-    """Return the lease that replaces a lock on `path`, which failed with `error`.
-
-    Raises:
-        InUseError: another process holds it.
-        OSError: `error`, unless the reason is that the file system has no locks.
-    """
-    if error.errno not in _NO_LOCKS:
-        raise error
-    storage = DirectoryStorage(lease_directory(path))
-    print(
-        f"{path}: the file system has no locks ({error.strerror}); the lease in {storage.url}"
-        " replaces them, which after a kill delays the next start by a minute (to have locks, mount"
-        " Lustre with -o flock, or start on another file system)",
-        file=sys.stderr,
-        flush=True,
-    )
-    return Lease(storage, None)
-
-
-def _acquire_lease(path: Path, error: OSError) -> str | None:
-    try:
-        lease = lease_instead(path, error)
-    except InUseError as in_use:
-        return in_use.holder
-    with open(path, "wb", opener=open_regular) as file:
-        _write_lock(file.fileno())
-    _locks[path.absolute()] = lease, _read_lock(path)
-    at_exit(release_leases)
-    return None
-
-
-def lease_directory(lock: Path) -> Path:
-    """Return the directory of the lease that replaces a lock on `lock`."""
-    return lock.with_name(f"{lock.name}.lease")
-
-
-def release_leases() -> None:
-    """Let other processes start at once where this one has a lease instead of a lock."""
-    for lock, _ in _locks.values():
-        if isinstance(lock, Lease) and not lock.is_released:
-            with suppress(OSError):  # the lease expires
-                lock.release()
-
-
-def require_locked(path: Path) -> None:
-    """Raise InUseError if another process has locked the file `path`, too.
-
-    There are file systems on which each process receives the lock. The last one has it.
-    """
-    if path.absolute() not in _locks:
-        return
-    _, written = _locks[path.absolute()]
-    with suppress(FileNotFoundError):
-        found = _read_lock(path)
-        if found != written:
-            raise in_use_error(path.parent, found.strip())
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a process has locked the file `path`."""
-    if not path.exists():
-        return False
-    lock = FileLock(path.absolute(), 0, thread_local=False, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return is_held(DirectoryStorage(lease_directory(path)))
-    lock.release()
-    return False
-
-
-def _write_lock(lock: int) -> None:
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{describe_this_process()}\n".encode(), 0)
-    os.fsync(lock)  # other machines read it next
-
-
-def _read_lock(lock: Path) -> str:
-    return read_bytes(lock, 1000).decode(errors="replace")
 
 
 def make_directory(path: Path) -> None:

@@ -20,7 +20,7 @@ STATE = "state.json"
 ASIDE = "before-%Y%m%d-%H%M%S"
 """Format of the names of directories to which a new start moves what earlier runs wrote."""
 
-_STAYS = re.compile(rf"lock(\.lease)?|lease|before-.*|{re.escape(STATE)}")
+_STAYS = re.compile(rf"lock|lease|before-.*|{re.escape(STATE)}")
 """Files of a run's directory that are not moved."""
 
 

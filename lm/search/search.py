@@ -30,11 +30,11 @@ from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop
 from lm.launch.signals import handle_stop_signals
 from lm.report import format_row
-from lm.runtime.lease import in_use_error
-from lm.runtime.run_dir import RunDir, lock_file, make_directory
+from lm.runtime.run_dir import RunDir, make_directory
 from lm.search.experiment import Experiment, Point, Searcher
 from lm.search.trials import Devices, TrialRun, dry_run
 from lm.seeds import derive_seed
+from lm.storage.lock import hold_until_exit
 from lm.tasks.questions import TasksConfig
 from lm.units import format_count
 
@@ -156,9 +156,7 @@ class Search:
         if run_dir.config.exists():
             raise ConfigError(f"{self.path}: is a run; choose another name: run_name=NAME")
         make_directory(self.path)
-        holder = lock_file(self.path / "lock")
-        if holder is not None:
-            raise in_use_error(self.path, holder)
+        hold_until_exit(self.path / "lock")
         journal = self.path / "search.journal"
         # Optuna's lock, if a kill has left it: Optuna would wait for 30 s.
         journal.with_name("search.journal.lock").unlink(missing_ok=True)

@@ -21,7 +21,8 @@ from lm.inputs import RECORD_INPUTS
 from lm.launch.machine import has_gpu, usable_cores
 from lm.launch.spawn import die_with_parent
 from lm.metrics.records import Report
-from lm.runtime.run_dir import RunDir, is_locked, make_directory
+from lm.runtime.run_dir import RunDir, make_directory
+from lm.storage.lock import is_held
 from lm.units import format_count
 
 _MAX_ERROR_BYTES = 64 << 10
@@ -170,7 +171,7 @@ class TrialRun:
 
     def is_in_use(self) -> bool:
         """Return whether a process has the run, e.g. one that a killed search has left saving."""
-        return is_locked(self.run_dir.path / "lock")
+        return is_held(self.run_dir.path / "lock")
 
     def sessions(self) -> list[Session]:
         """Return the starts that got as far as the first step."""
