@@ -254,7 +254,7 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
     sharded_in_float32 = kept_in_float32(model, amp_dtype)
     for unit in units:
         fully_shard(unit, **fsdp_options, ignored_params=sharded_in_float32)
-    parallelize.tune_gathers(model, hp.precision.float8)
+    parallelize.tune_gathers(model)
     parallelize.tune_reductions(model, hp.parallel, mesh)
     model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
     return model

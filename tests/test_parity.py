@@ -272,7 +272,7 @@ class Float8Runs:
     """What runs with each of `RECIPES` on two ranks leave."""
 
     losses: dict[str, list[float]]
-    """of every step, also of the run "resumed", which resumes "stopped" """
+    """of every step, also of the run "resumed", which resumes "stopped", and of "one-rank" """
     collectives: dict[str, Counter[Collective]]
     """of a step"""
     slices: list[dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]]
@@ -296,6 +296,8 @@ def float8_runs(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
         pytest.skip("on CPUs, older PyTorch than 2.13 multiplies with one scale per tensor only")
     folder = tmp_path_factory.mktemp("float8")
     losses, collectives = run_ranks(2, train_with_float8, str(folder))[0]
+    one_rank = {"one-rank": RECIPES["tensorwise"]}
+    losses |= run_ranks(1, train_each, str(folder), one_rank)[0]
     found = []
     for recipe in RECIPES:
         for manifest in (folder / "runs" / recipe / "checkpoints").glob("*/manifest.json"):
@@ -333,6 +335,20 @@ def test_float8_all_gather_bytes(
     n_bytes = weights * bytes_of_a_weight + norms * 2  # norms are gathered in bfloat16
     # In two micro-batches, both blocks are gathered before forward and before backward.
     assert float8_runs.collectives[recipe]["all-gather", 2, n_bytes] == 8
+
+
+@pytest.mark.slow
+def test_float8_weights_are_converted_alike_on_any_number_of_ranks(float8_runs: Float8Runs) -> None:
+    losses = float8_runs.losses
+    assert losses["one-rank"] == pytest.approx(losses["tensorwise"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_float8_scales_are_computed_once_a_step(float8_runs: Float8Runs) -> None:
+    n_weights = TINY["n_layers"] * 6
+    reductions = float8_runs.collectives["tensorwise"] - float8_runs.collectives["bfloat16"]
+    scales = {key: times for key, times in reductions.items() if key[0] == "all-reduce"}
+    assert scales == {("all-reduce", 2, 4 * n_weights): 1}  # of two micro-batches
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lm.training.config import FLOAT8_MULTIPLE
 
@@ -32,25 +32,26 @@ def is_faster_by_rows(out: int, inner: int) -> bool:
     return out > 4096 or inner > 2048
 
 
-def gathers_in_float8(recipe: str | None, shapes: Iterable[tuple[int, int]], shards: int) -> bool:
+def gathers_in_float8(recipe: str, shapes: Iterable[tuple[int, int]], shards: int | None) -> bool:
     """Return whether ranks convert their shards of matrices `(out, in)` before the all-gather.
 
-    Only with a scale per tensor: the output and the gradient of the input need scales along
-    different dimensions of the weight. And only if all matrices can be divided evenly, as torchao
-    does not pad shards to the size that FSDP gathers.
+    Also a single rank, which then converts a weight once and not in every micro-step. Only with a
+    scale per tensor: the output and the gradient of the input need scales along different
+    dimensions of the weight. And only if all matrices can be divided evenly, as torchao does not
+    pad shards to the size that FSDP gathers.
     """
-    if recipe != "tensorwise" or shards == 1:
+    if recipe != "tensorwise" or shards is None:
         return False
     return all(out % shards == 0 for out, _ in shapes)
 
 
-def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int) -> None:
+def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int | None) -> None:
     """Replace the linear layers of `blocks` with torchao's, which have the same parameters.
 
     Args:
         blocks: is changed in place.
         recipe: tensorwise or rowwise.
-        shards: ranks that shard a parameter on their GPUs; 1 with `cpu_offload`.
+        shards: of a parameter; None = in host memory, with `cpu_offload`.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -70,10 +71,18 @@ def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int)
     convert_to_float8_training(blocks, config=config, module_filter_fn=is_converted)
 
 
-def compute_scales(model: nn.Module, _inputs: Any) -> None:
+def has_float8_shards(parameters: Iterable[Tensor]) -> bool:
+    """Return whether any of `parameters` is converted before the all-gather."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and hasattr(parameter.to_local(), "fsdp_pre_all_gather"):
+            return True
+    return False
+
+
+def compute_scales(model: nn.Module) -> None:
     """Compute the scales of all weights that are all-gathered in float8, with one all-reduce.
 
-    A hook before forward.
+    Before the first call, each all-gather computes those of its weights.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from lm.shards import shard_group, to_local
 from lm.training.config import OptimConfig
+from lm.training.float8 import compute_scales, has_float8_shards
 from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.roles import find_decayed, find_matrices
 from lm.training.transfer import UNSCALED, Scale, Transfer
@@ -151,9 +152,11 @@ class Optimizer:
         transfer: Transfer = UNSCALED,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
+        self._model = model
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._shard_group = shard_group(next(iter(self._parameters.values())))
+        self._has_float8_shards = has_float8_shards(self._parameters.values())
         muons: set[nn.Parameter] = set()
         if config.optimizer == "muon":
             muons = find_matrices(cast(AnyModel, model))
@@ -238,6 +241,8 @@ class Optimizer:
             self._adamw.step(lr, divisor, skipped)
             if self._muon is not None:
                 self._muon.step(lr, divisor, skipped)
+            if self._has_float8_shards:
+                compute_scales(self._model)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

@@ -43,7 +43,7 @@ from lm.runtime.world import MeshShape
 from lm.shards import local_rows
 from lm.training import lora
 from lm.training.config import ParallelConfig
-from lm.training.float8 import compute_scales, convert_to_float8
+from lm.training.float8 import convert_to_float8
 from lm.training.offload import ActivationOffload
 from lm.training.transfer import UNSCALED, Transfer
 from lm.transformers_model import AnyModel, kept_in_float32
@@ -87,7 +87,7 @@ def apply_float8(
     if float8 is None:
         return
     assert isinstance(model, Transformer)
-    shards = 1 if config.cpu_offload else mesh["shard"].size()
+    shards = None if config.cpu_offload else mesh["shard"].size()
     convert_to_float8(model.blocks, float8, mesh.device_type == "cuda", shards)
 
 
@@ -272,7 +272,7 @@ def shard_in_float32(
     fully_shard(base, **options, ignored_params=set(base.parameters()) - kept)
 
 
-def tune_gathers(model: AnyModel, float8: str | None) -> None:
+def tune_gathers(model: AnyModel) -> None:
     """Let a sharded model gather nothing again that backward has already, or does not need."""
     # Backward starts with the root and the head, so resharding them after forward is of no use.
     assert isinstance(model, FSDPModule)
@@ -282,9 +282,6 @@ def tune_gathers(model: AnyModel, float8: str | None) -> None:
     # The backward of an embedding needs no weights.
     if isinstance(model.embedding, FSDPModule):
         model.embedding.set_unshard_in_backward(False)
-    if float8 == "tensorwise":
-        # Before FSDP's own hook, in which the streams of its all-gathers wait for the scales.
-        model.register_forward_pre_hook(compute_scales, prepend=True)
 
 
 class ReduceInPlace:
