@@ -62,7 +62,9 @@ class ModelConfig(Config, frozen=True):
     """Hyperparameters of the architecture. `model` names a preset for the keys that are not set."""
 
     model: Logged[str | None] = Field(
-        None, description="preset that supplies the keys below that are not set"
+        None,
+        description="preset that supplies the keys below that are not set",
+        json_schema_extra={"aliases": ["model.name", "model.flavor"]},
     )
     # The limits keep the number of elements of every tensor within int64, and a model on the meta
     # device small.
@@ -78,20 +80,21 @@ class ModelConfig(Config, frozen=True):
         gt=0,
         le=2**14,
         description="query heads per layer; divides d_model if head_dim is null",
-        json_schema_extra={"aliases": ["num_attention_heads"]},
+        json_schema_extra={"aliases": ["num_attention_heads", "num_heads"]},
     )
     n_layers: Varied[Fixed[int]] = Field(
         4,
         gt=0,
         le=MAX_LAYERS,
         description="Transformer blocks",
-        json_schema_extra={"aliases": ["num_layers", "num_hidden_layers"]},
+        json_schema_extra={"aliases": ["num_layers", "num_hidden_layers", "depth"]},
     )
     vocab_size: Fixed[VocabSize] = Field(
         None,
         validate_default=True,
         description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for"
         " synthetic data",
+        json_schema_extra={"aliases": ["padded_vocab_size"]},
     )
     max_seq_len: Varied[Fixed[int]] = Field(
         2048,
@@ -100,16 +103,24 @@ class ModelConfig(Config, frozen=True):
         description="longest sequence; the length in training (tokens)",
         json_schema_extra={
             "aliases": [
-                "seq_len",
                 "block_size",
+                "context_length",
+                "cutoff_len",
                 "max_length",
                 "max_position_embeddings",
-                "cutoff_len",
+                "max_seq_length",
+                "n_ctx",
+                "seq_len",
+                "sequence_len",
             ]
         },
     )
     n_kv_heads: Fixed[int | None] = Field(
-        None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads"
+        None,
+        gt=0,
+        le=2**14,
+        description="key-value heads; divides n_heads; null = n_heads",
+        json_schema_extra={"aliases": ["num_key_value_heads", "n_query_groups"]},
     )
     head_dim: Fixed[int | None] = Field(
         None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads"
@@ -123,9 +134,16 @@ class ModelConfig(Config, frozen=True):
         json_schema_extra={"aliases": ["intermediate_size", "moe_intermediate_size", "expert_ff"]},
     )
     norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field(
-        "layernorm", description="normalization of sublayers and output"
+        "layernorm",
+        description="normalization of sublayers and output",
+        json_schema_extra={"meanings": {"rms": "did you mean rmsnorm?"}},
     )
-    norm_eps: Fixed[float] = Field(1e-5, gt=0, description="added to the variance in each norm")
+    norm_eps: Fixed[float] = Field(
+        1e-5,
+        gt=0,
+        description="added to the variance in each norm",
+        json_schema_extra={"aliases": ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"]},
+    )
     norm_placement: Fixed[Literal["pre", "post"]] = Field(
         "pre",
         description="normalize a sublayer's input (GPT, Llama), or its output before it is added"
@@ -137,7 +155,9 @@ class ModelConfig(Config, frozen=True):
         " (OLMo 2)",
     )
     positions: Fixed[Literal["learned", "rope"]] = Field(
-        "learned", description="learned table, or rotary embedding"
+        "learned",
+        description="learned table, or rotary embedding",
+        json_schema_extra={"meanings": {"rotary": "did you mean rope?"}},
     )
     n_positions: Fixed[int | None] = Field(
         None,
@@ -147,7 +167,10 @@ class ModelConfig(Config, frozen=True):
         " positions: learned the rows of its table; null = max_seq_len",
     )
     rope_theta: OfRope[Fixed[float]] = Field(
-        10000.0, gt=0, description="base of the rotary wavelengths"
+        10000.0,
+        gt=0,
+        description="base of the rotary wavelengths",
+        json_schema_extra={"aliases": ["rope_base"]},
     )
     rope_scaling: OfRope[Fixed[RopeScaling | None]] = Field(
         None, description="scaling of the rotary frequencies (a mapping)"
@@ -155,7 +178,14 @@ class ModelConfig(Config, frozen=True):
     ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
         "relu",
         description="feed-forward network; gelu is GPT-2's tanh form; swiglu has a gate",
-        json_schema_extra={"aliases": ["hidden_act"]},
+        json_schema_extra={
+            "aliases": ["hidden_act"],
+            "meanings": {
+                "gelunew": "did you mean gelu?",
+                "gelupytorchtanh": "did you mean gelu?",
+                "silu": "did you mean swiglu?",
+            },
+        },
     )
     bias: Fixed[Literal["ffn", "none", "qkv", "attention", "all"]] = Field(
         "ffn",
@@ -174,7 +204,7 @@ class ModelConfig(Config, frozen=True):
         2,
         gt=0,
         description="experts that process a token",
-        json_schema_extra={"aliases": ["num_experts_per_tok"]},
+        json_schema_extra={"aliases": ["num_experts_per_tok", "moe_top_k"]},
     )
     n_shared_experts: Annotated[Fixed[int | None], Needs("n_experts")] = Field(
         None,
@@ -207,10 +237,12 @@ class ModelConfig(Config, frozen=True):
         gt=0,
         description="factor of the loss of router_balance, null = 0.01; or step of its bias, null ="
         " 0.001",
-        json_schema_extra={"aliases": ["router_aux_loss_coef", "aux_loss_alpha"]},
+        json_schema_extra={"aliases": ["router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef"]},
     )
     tie_embeddings: Fixed[bool] = Field(
-        False, description="use the token embedding as the output matrix"
+        False,
+        description="use the token embedding as the output matrix",
+        json_schema_extra={"aliases": ["tie_word_embeddings", "weight_tying"]},
     )
     sliding_window: Fixed[int | None] = Field(
         None, gt=0, description="attend to the last N positions only (tokens)"
@@ -220,7 +252,7 @@ class ModelConfig(Config, frozen=True):
         ge=0,
         lt=1,
         description="probability of zeroing an activation in training",
-        json_schema_extra={"aliases": ["attention_dropout"]},
+        json_schema_extra={"aliases": ["attention_dropout", "dropout_rate"]},
     )
 
     @model_validator(mode="before")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from lm import command_line, strict_yaml
 from lm.config import __main__ as lm_config
+from lm.config.elsewhere import KEYS_ELSEWHERE
 from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
 from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.data.run_data import open_data
@@ -127,7 +128,9 @@ def test_invalid_value_error_has_line_and_what_is_accepted(
         ("lerning_rate", "did you mean lr?"),
         ("xyzzy", "lm.config lists all"),
         ("5", "lm.config lists all"),
-        ("val_split", "did you mean val_data?"),
+        ("maxsteps", "did you mean max_steps?"),
+        ("max_setps", "did you mean max_steps?"),
+        ("val_rate", "did you mean validation_rate?"),
         # By their letters these are other keys, or none.
         ("sharding_strategy", "did you mean sharding?"),
         ("resume_from_checkpoint", "did you mean resume?"),
@@ -145,7 +148,33 @@ def test_invalid_value_error_has_line_and_what_is_accepted(
         ("local_batch_size", "did you mean batch_size?"),
         ("r", "did you mean lora_rank?"),
         ("stage", "did you mean objective?"),
-        ("val_size", "did you mean val_data?"),
+        ("global_batch_size", "did you mean total_batch_size?"),
+        ("train_batch_size", "did you mean total_batch_size?"),
+        ("training.global_batch_size", "did you mean total_batch_size?"),
+        ("gradient_accumulation_steps", "batch_size x ranks x accumulation steps"),
+        ("gradient_clipping", "did you mean grad_clip?"),
+        ("checkpoint_interval", "did you mean checkpoint_rate?"),
+        ("checkpoint.interval", "did you mean checkpoint_rate?"),
+        ("offload_optimizer", "cpu_offload: true, for parameters, gradients and optimizer state"),
+        ("rl", "did you mean objective?"),
+        ("datasets", "set train_data, and dataset to its format (text, tokens, jsonl, hf)"),
+        ("min_lr", "set min_lr_ratio to the final rate / lr"),
+        ("max_tokens", "set max_steps to tokens / (total_batch_size x max_seq_len)"),
+        ("train_on_inputs", "set loss_on: all if it is true, else completion"),
+        ("fp16", "set amp_dtype: float16"),
+        ("load_in_8bit", "set base_dtype: nf4, or remove load_in_8bit"),
+        ("peft_use_dora", "or train all weights with lora_rank: null"),
+        ("zero_optimization.stage", "grad-shard for ZeRO-2"),
+        ("output_dir", "set run_name: its files are in runs/<run_name>/"),
+        ("text_field", "set fields: {text: KEY}"),
+        ("validation.steps", "did you mean validation_batches?"),
+        ("val_size", "null holds out a part of train_data"),
+        ("rope_scaling.factor", "did you mean rope_scaling, a mapping?"),
+        ("embedding_lr", "lm.config lists all"),
+        ("hub_model_id", "lm.config lists all"),
+        ("label_smoothing_factor", "lm.config lists all"),
+        ("local_rank", "lm.config lists all"),
+        ("type", "lm.config lists all"),
         ("save_strategy", "did you mean checkpoint_rate?"),
         ("searcher.max_length", "did you mean max_steps?"),
         ("hyperparameters.lr", "did you mean lr?"),
@@ -160,6 +189,8 @@ def test_unknown_key_error_names_the_nearest(key: str, advice: str, refusal: Ref
 
 def test_a_name_elsewhere_is_of_one_key_and_not_ours() -> None:
     names = [name for field in FIELDS.values() for name in aliases_of(field)]
+    for group in KEYS_ELSEWHERE:
+        names += group.split()
     assert sorted(set(names)) == sorted(names)
     assert not set(names) & set(FIELDS)
 
@@ -193,14 +224,14 @@ def test_relation_error_carries_all_keys(source: str, part: str, refusal: Refusa
 
 def test_error_names_keys_inside_a_mapping(refusal: Refusal) -> None:
     scaling = (
-        "{factor: -2, low_freq_factor: a, low_freq: 1, high_freq_factor: 4,"
+        "{factor: -2, low_freq_factor: a, low_freq_facter: 1, high_freq_factor: 4,"
         " original_max_position_embeddings: 8192}"
     )
     error = refusal(f"hyperparameters:\n  positions: rope\n  rope_scaling: {scaling}\n")
     parts = [
         "factor: -2 ",
         'low_freq_factor: "a"',
-        "low_freq: .*low_freq_factor[?]",
+        "low_freq_facter: .*low_freq_factor[?]",
     ]
     for problem, part in zip(error.problems, parts, strict=True):
         assert re.match(f"exp.yaml:3: rope_scaling.{part}", problem)
@@ -253,6 +284,11 @@ def test_read_reports_errors_of_every_part(refusal: Refusal) -> None:
     [
         ("amp_dtype=bf16", "did you mean bfloat16?"),
         ("amp_dtype=fp16", "did you mean float16?"),
+        ("amp_dtype=float64", ""),
+        ("optimizer=lion", ""),
+        ("optimizer=AdamW", "did you mean adamw?"),
+        ("objective=ipo", "set objective: dpo and dpo_loss: ipo"),
+        ("positions=none", ""),
         ("amp_dtype=None", "did you mean null?"),
         ("lora_rank=none", "did you mean null?"),
         ("optimizer=adam", "did you mean adamw?"),
@@ -363,7 +399,7 @@ def test_override_is_yaml_or_the_literal_text(override: str, key: str, value: An
         ("lr=[1", 'lr: "[1"'),
         ("lr=nan", 'lr: "nan"'),
         ("lr=!!python/name:os.system", 'lr: "!!python/name:os.system"'),
-        ("model.lr=5", "did you mean model?"),
+        ("model.lr=5", "did you mean lr?"),
         ("prompt=\udcff", "prompt: "),
         ("exp.yaml", "did you mean --config exp.yaml?"),
         ("confg=exp.yaml", "did you mean --config?"),

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from lm.config.hyperparameters import FIELDS, PARTS
 from lm.config.table import key_rows, preset_rows, summary
-from lm.config.wording import nearest
+from lm.config.wording import nearest_key
 from lm.errors import ConfigError, command
 
 
@@ -51,11 +51,10 @@ def list_keys() -> str:
 
 def describe_keys(keys: Collection[str]) -> str:
     """Return the defaults, meanings and accepted values of `keys`; refuse unknown ones."""
-    known = FIELDS
-    unknown = [key for key in keys if key not in known]
+    unknown = [key for key in keys if key not in FIELDS]
     if unknown:
         problem = "no such hyperparameter"
-        raise ConfigError(*(f"{key}: {problem}{nearest(key, known)}" for key in unknown))
+        raise ConfigError(*(f"{key}: {problem}{nearest_key(key, FIELDS)}" for key in unknown))
     rows: list[tuple[str, str, str]] = []
     for part in PARTS.values():
         chosen = [row for row in key_rows(part) if row.key.partition(".")[0] in keys]

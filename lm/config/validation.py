@@ -17,10 +17,9 @@ from lm.config.hyperparameters import (
     of_part,
     parts_of,
 )
-from lm.config.wording import accepted, nearest, nearest_value, nested, show
+from lm.config.wording import accepted, nearest, nearest_key, nearest_value, nested, show
 from lm.errors import ConfigError
 from lm.model_config import ModelConfig
-from lm.training import config as training
 
 _PROBLEMS = {
     "missing": "is missing; {accepted} is needed",
@@ -58,18 +57,9 @@ def validate_parts(draft: Draft, relations: bool = True) -> dict[str, Any]:
         of_model = ModelConfig.model_fields
         unknown = [key for key in unknown if KEYS_OF_ALIASES.get(key) not in of_model]
     for key in unknown[:_MAX_UNKNOWN]:
-        if key in training.UNSUPPORTED:
-            remedy = f"remove {key}, or train all weights with lora_rank: null"
-            draft.refuse(key, f"{training.UNSUPPORTED[key]}; {remedy}")
-            continue
-        if training.OTHER_PARALLELISM.fullmatch(key):
-            problem = "tensor, pipeline, context and expert parallelism are not supported"
-            draft.refuse(key, f"{problem}; remove {key}: sharding divides the model over ranks")
-            continue
-        known = [name for part in parts_of_draft.values() for name in part.model_fields]
-        if key in draft.arguments:
-            known += ["--config", "--dry-run"]
-        draft.refuse(key, f"no such hyperparameter{nearest(key, known)}")
+        keys = [name for part in parts_of_draft.values() for name in part.model_fields]
+        arguments = ("--config", "--dry-run") if key in draft.arguments else ()
+        draft.refuse(key, f"no such hyperparameter{nearest_key(key, keys, arguments)}")
     n_more = len(unknown) - _MAX_UNKNOWN
     if n_more > 0:
         draft.refuse(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lm.config.elsewhere import meaning_elsewhere, without_section
 from lm.config.hyperparameters import FIELDS, SCHEMA
 from lm.fields import aliases_of, meanings_of
 
@@ -74,33 +74,85 @@ def nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """Return the hint at the key that `key` most likely means, or at the list of all."""
-    ours = {name: name for name in known}
-    for name, info in FIELDS.items():
-        if name in ours:
-            ours |= dict.fromkeys(aliases_of(info), name)
-    bare = key.lower().removeprefix("hyperparameters.")
-    near = difflib.get_close_matches(bare, ours, n=1, cutoff=0.65)
-    return f"; did you mean {ours[near[0]]}?" if near else "; python -m lm.config lists all"
+def nearest(written: str, known: Iterable[str]) -> str:
+    """Return the hint at the one of `known` that `written` misspells, or at the list of all."""
+    for name in known:
+        if _misspells(written.lower(), name):
+            return f"; did you mean {name}?"
+    return "; python -m lm.config lists all"
+
+
+def nearest_key(written: str, keys: Iterable[str], arguments: Iterable[str] = ()) -> str:
+    """Return the hint at what to set instead of a hyperparameter that does not exist.
+
+    It says what the key means in other trainers. Letters count only for a key that is misspelt:
+    what looks alike often is something else, as `local_batch_size` and `global_batch_size`.
+
+    Args:
+        keys: those that can be set instead.
+        arguments: of the command line, which `written` can mean, too.
+    """
+    meaning = meaning_elsewhere(written)
+    if meaning is not None:
+        return f"; {meaning}"
+    bare = without_section(written.lower())
+    names = {name.removeprefix("--").replace("-", "_"): name for name in (*keys, *arguments)}
+    aliases: dict[str, str] = {}
+    for key in names:
+        if key in FIELDS:
+            aliases |= dict.fromkeys(aliases_of(FIELDS[key]), key)
+    known = names | aliases
+    for name in (written.lower(), bare):
+        if name in known:
+            return f"; did you mean {known[name]}?"
+    for name in names:
+        if _without_separators(name) == _without_separators(bare):
+            return f"; did you mean {names[name]}?"
+    section = bare.partition(".")[0]
+    if section != bare and section in names and nested(SCHEMA["properties"][section]):
+        return f"; did you mean {section}, a mapping?"
+    for name, key in known.items():
+        if (name in names or len(name) > 5) and _misspells(bare, name):
+            return f"; did you mean {key}?"
+    return "; python -m lm.config lists all"
+
+
+def _misspells(written: str, name: str) -> bool:
+    """Return whether a letter is wrong, missing or too many, two are swapped, or words are cut."""
+    n = 0
+    while written[n : n + 1] == name[n : n + 1] != "":
+        n += 1
+    replaced = written[n + 1 :] == name[n + 1 :]
+    missing = written[n:] == name[n + 1 :]
+    added = written[n + 1 :] == name[n:]
+    swapped = written[n : n + 2] == name[n : n + 2][::-1] and written[n + 2 :] == name[n + 2 :]
+    if replaced or missing or added or swapped:
+        return True
+    words = written.split("_")
+    words_of_name = name.split("_")
+    if len(words) != len(words_of_name) or not set(words) & set(words_of_name):
+        return False
+    pairs = zip(words, words_of_name, strict=True)
+    return all(word.startswith(other) or other.startswith(word) for word, other in pairs)
 
 
 def nearest_value(key: str, value: str | bool, schema: Mapping[str, Any]) -> str:
-    """Return the hint at what `value` most likely means for `key`, or "".
+    """Return the hint at what `value` means for `key`, or "": the error lists all by their letters.
 
     `schema` is that of `key`, or of a key in its mapping.
     """
-    meaning = meanings_of(FIELDS[key]).get(re.sub("[-_ ]", "", str(value).lower()))
+    written = _without_separators(value)
+    meaning = meanings_of(FIELDS[key]).get(written)
     if meaning is not None:
         return f"; {meaning}"
-    if isinstance(value, bool):
-        return ""
-    known: list[str] = []
     for option in schema.get("anyOf", [schema]):
-        known += option.get("enum", [])
-        if option.get("type") == "null":
-            known.append("null")
-    if value.lower() == "none" and "null" in known:
-        return "; did you mean null?"
-    near = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.5)  # fp16, too
-    return f"; did you mean {near[0]}?" if near else ""
+        if option.get("type") == "null" and written == "none":
+            return "; did you mean null?"
+        for name in option.get("enum", []):
+            if written == _without_separators(name):
+                return f"; did you mean {name}?"
+    return ""
+
+
+def _without_separators(value: str | bool) -> str:
+    return re.sub("[-_ ]", "", str(value).lower())

@@ -18,26 +18,48 @@ class MetricsConfig(Config, frozen=True):
         10,
         gt=0,
         description="steps between training reports",
-        json_schema_extra={"aliases": ["logging_steps", "log_interval"]},
+        json_schema_extra={
+            "aliases": [
+                "log_every",
+                "log_every_n_steps",
+                "log_freq",
+                "log_interval",
+                "logging.freq",
+                "logging_steps",
+                "steps_per_print",
+            ]
+        },
     )
     validation_rate: Unlogged[int | None] = Field(
         None,
         gt=0,
         description="steps between validations; null = report_rate",
-        json_schema_extra={"aliases": ["eval_steps", "eval_interval", "eval_strategy"]},
+        json_schema_extra={
+            "aliases": [
+                "eval.interval",
+                "eval_every",
+                "eval_interval",
+                "eval_steps",
+                "eval_strategy",
+                "evaluation_strategy",
+                "validation.freq",
+                "validator.freq",
+            ]
+        },
     )
     sample_rate: Unlogged[int | None] = Field(
         None,
         gt=0,
         description="steps between samples; null = validation_rate if the data are text, else no"
         " samples",
+        json_schema_extra={"aliases": ["sample_every"]},
     )
     tracker: Unlogged[TrackerName | list[TrackerName] | None] = Field(
         None,
         description="services that are sent metrics, samples and status; a failure of theirs never"
         " ends the run",
         json_schema_extra={
-            "aliases": ["report_to", "wandb", "wandb_project"],
+            "aliases": ["report_to", "logger_name"],
             "meanings": {
                 "tensorboard": "its files are always written, `make board` shows them",
                 "all": "name them",

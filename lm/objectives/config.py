@@ -24,9 +24,11 @@ class ObjectiveConfig(Config, frozen=True):
         description="dpo = from pairs of replies, which one is preferred: JSON Lines with prompt,"
         " chosen and rejected; relative to the weights of init_from",
         json_schema_extra={
-            "aliases": ["stage"],
+            "aliases": ["stage", "rl"],
             "meanings": {
+                "cpo": "no other is supported",
                 "grpo": "no other is supported",
+                "ipo": "set objective: dpo and dpo_loss: ipo",
                 "kto": "no other is supported",
                 "orpo": "no other is supported",
                 "ppo": "no other is supported",
@@ -39,7 +41,7 @@ class ObjectiveConfig(Config, frozen=True):
         0.1,
         gt=0,
         description="how strongly the model is held to its initial weights (dpo)",
-        json_schema_extra={"aliases": ["beta"]},
+        json_schema_extra={"aliases": ["beta", "rl_beta"]},
     )
     dpo_loss: OfPairs[Fixed[Literal["sigmoid", "ipo"]]] = Field(
         "sigmoid",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeVar
 
@@ -23,13 +22,6 @@ FLOAT8_MULTIPLE = 16
 # ---- adapters
 
 
-UNSUPPORTED = {
-    "modules_to_save": "adapters are trained alone, without complete layers next to them",
-    "use_dora": "DoRA is not supported; it needs the norms of the merged weights at each step",
-}
-"""keys of PEFT that are refused -> the reason"""
-
-
 T = TypeVar("T")
 OfAdapters = Annotated[T, Needs("lora_rank")]
 
@@ -41,13 +33,15 @@ class LoraConfig(Config, frozen=True):
         None,
         gt=0,
         description="rank of the adapters; null = train all weights",
-        json_schema_extra={"aliases": ["lora_r", "r", "finetuning_type"]},
+        json_schema_extra={"aliases": ["lora_r", "r"]},
     )
     lora_alpha: OfAdapters[Fixed[float]] = Field(
         16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
     )
     use_rslora: OfAdapters[Fixed[bool]] = Field(
-        False, description="scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks"
+        False,
+        description="scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks",
+        json_schema_extra={"aliases": ["peft_use_rslora"]},
     )
     lora_dropout: OfAdapters[Fixed[float]] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
@@ -66,7 +60,7 @@ class LoraConfig(Config, frozen=True):
         None,
         description="dtype of the blocks' frozen matrices; nf4 = 4.5 bits a weight, as in QLoRA;"
         " null = the compute dtype",
-        json_schema_extra={"aliases": ["load_in_4bit", "bnb_4bit_quant_type", "quantization_bit"]},
+        json_schema_extra={"aliases": ["bnb_4bit_quant_type", "quantize"]},
     )
 
     @property
@@ -158,7 +152,15 @@ class OptimConfig(Config, frozen=True):
         "adamw",
         description="optimizer; muon = Muon for the matrices of the blocks, AdamW for embeddings,"
         " head, norms and biases",
-        json_schema_extra={"aliases": ["optim"]},
+        json_schema_extra={
+            "aliases": ["optim", "optimizer.name", "optimizer.type"],
+            "meanings": {
+                "adam": "did you mean adamw?",
+                "adamwhf": "did you mean adamw?",
+                "adamwtorch": "did you mean adamw?",
+                "adamwtorchfused": "did you mean adamw?",
+            },
+        },
     )
     lr: Varied[Logged[float]] = Field(
         1.0e-4,
@@ -170,18 +172,45 @@ class OptimConfig(Config, frozen=True):
         "constant",
         description="decay after warm-up; wsd = constant, then linear over the last decay_steps",
         json_schema_extra={
-            "aliases": ["lr_scheduler_type"],
-            "meanings": {"none": "did you mean constant?"},
+            "aliases": ["lr_scheduler_type", "lr_scheduler", "scheduler", "scheduler.type"],
+            "meanings": {
+                "constantwithwarmup": "set constant, and warmup_steps",
+                "cosinewithminlr": "set cosine, and min_lr_ratio",
+                "none": "did you mean constant?",
+                "trapezoidal": "did you mean wsd?",
+                "warmupstabledecay": "did you mean wsd?",
+            },
         },
     )
     warmup_steps: Varied[Logged[float]] = Field(
-        0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
+        0,
+        ge=0,
+        description="linear warm-up (steps; below 1 a fraction of the run)",
+        json_schema_extra={
+            "aliases": [
+                "lr_warmup_steps",
+                "num_warmup_steps",
+                "warmup",
+                "warmup_fraction",
+                "warmup_iters",
+                "warmup_ratio",
+            ]
+        },
     )
     decay_steps: Annotated[Logged[float], Needs("lr_schedule", ("wsd",))] = Field(
-        0.2, gt=0, description="length of wsd's decay (steps; below 1 a fraction of the run)"
+        0.2,
+        gt=0,
+        description="length of wsd's decay (steps; below 1 a fraction of the run)",
+        json_schema_extra={"aliases": ["decay_fraction", "decay_ratio", "warmdown_ratio"]},
     )
     min_lr_ratio: Annotated[Logged[float], Needs("lr_schedule", DECAYING)] = Field(
-        0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
+        0.0,
+        ge=0,
+        le=1,
+        description="final learning rate as a fraction of lr",
+        json_schema_extra={
+            "aliases": ["cosine_min_lr_ratio", "final_lr_frac", "lr_min_ratio", "min_lr_factor"]
+        },
     )
     weight_decay: Varied[Logged[float]] = Field(
         0.01,
@@ -194,7 +223,7 @@ class OptimConfig(Config, frozen=True):
         ge=0,
         lt=1,
         description="decay of AdamW's mean of gradients",
-        json_schema_extra={"aliases": ["adam_beta1", "betas"]},
+        json_schema_extra={"aliases": ["adam_beta1"]},
     )
     beta2: Logged[float] = Field(
         0.999,
@@ -207,7 +236,7 @@ class OptimConfig(Config, frozen=True):
         1e-8,
         gt=0,
         description="AdamW adds it to the root of the mean of squared gradients; 1e-5 in Llama 2",
-        json_schema_extra={"aliases": ["adam_epsilon", "epsilon"]},
+        json_schema_extra={"aliases": ["adam_epsilon", "epsilon", "eps"]},
     )
     muon_momentum: Annotated[Logged[float], Needs("optimizer", ("muon",))] = Field(
         0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"
@@ -216,12 +245,25 @@ class OptimConfig(Config, frozen=True):
         None,
         gt=0,
         description="maximum gradient norm; larger gradients are scaled down",
-        json_schema_extra={"aliases": ["max_grad_norm", "clip_grad"]},
+        json_schema_extra={
+            "aliases": [
+                "clip",
+                "clip_grad",
+                "clip_grad_norm",
+                "gradient_clip_val",
+                "gradient_clipping",
+                "max_grad_norm",
+                "max_norm",
+            ]
+        },
     )
     optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
         "float32",
         description="dtype of AdamW's two moments and of Muon's one; bfloat16 saves 2 bytes each,"
         " for beta2 <= 0.99",
+        json_schema_extra={
+            "meanings": {"bf16": "did you mean bfloat16?", "fp32": "did you mean float32?"}
+        },
     )
 
     @model_validator(mode="after")
@@ -327,8 +369,20 @@ class PrecisionConfig(Config, frozen=True):
         description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null"
         " = float32",
         json_schema_extra={
-            "aliases": ["dtype", "bf16", "mixed_precision"],
+            "aliases": [
+                "dtype",
+                "mixed_precision",
+                "mixed_precision_param",
+                "precision",
+                "torch_dtype",
+            ],
             "meanings": {
+                "bf16": "did you mean bfloat16?",
+                "bf16mixed": "did you mean bfloat16?",
+                "bf16true": "did you mean bfloat16?",
+                "fp16": "did you mean float16?",
+                "16mixed": "did you mean float16?",
+                "half": "did you mean float16?",
                 "float32": "did you mean null?",
                 "fp32": "did you mean null?",
                 "fp8": "set float8",
@@ -339,17 +393,11 @@ class PrecisionConfig(Config, frozen=True):
         None,
         description="float8 recipe for the blocks' matrix products, with scales per tensor or per"
         " row (needs torchao)",
-        json_schema_extra={"aliases": ["fp8"]},
+        json_schema_extra={"aliases": ["fp8", "fp8_recipe", "float8_recipe", "float8.recipe_name"]},
     )
 
 
 HYBRID = ("hybrid-full-shard", "hybrid-grad-shard")
-
-
-OTHER_PARALLELISM = re.compile(
-    "(tensor|pipeline|context|sequence|expert)(_model)?_parallel.*|(tp|pp|cp|ep)(_size|_degree)?"
-)
-"""keys that other trainers divide a model by, besides sharding"""
 
 
 class ParallelConfig(Config, frozen=True):
@@ -361,11 +409,13 @@ class ParallelConfig(Config, frozen=True):
         "full-shard",
         description="sharding of parameters, gradients and optimizer state over ranks",
         json_schema_extra={
-            "aliases": ["sharding_strategy", "fsdp", "zero_stage", "deepspeed"],
+            "aliases": ["sharding_strategy", "fsdp_sharding_strategy", "fsdp", "fsdp_type"],
             "meanings": {
                 "ddp": "did you mean no-shard?",
                 "fsdp": "did you mean full-shard?",
+                "fullyshard": "did you mean full-shard?",
                 "hsdp": "did you mean hybrid-full-shard?",
+                "hybridshardzero2": "did you mean hybrid-grad-shard?",
                 "hybridshard": "did you mean hybrid-full-shard?",
                 "shardgradop": "did you mean grad-shard?",
                 "zero1": "did you mean grad-shard?",
@@ -382,24 +432,36 @@ class ParallelConfig(Config, frozen=True):
     layer_wrap: Logged[bool] = Field(
         True,
         description="all-gather layer by layer; false = the model as one FSDP unit",
-        json_schema_extra={"aliases": ["auto_wrap_policy"]},
+        json_schema_extra={"aliases": ["auto_wrap_policy", "fsdp_auto_wrap_policy"]},
     )
     reduce_dtype: Logged[Literal["float32", "bfloat16"]] = Field(
         "float32",
         description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated"
         " gradients",
+        json_schema_extra={
+            "aliases": ["mixed_precision_reduce"],
+            "meanings": {"bf16": "did you mean bfloat16?", "fp32": "did you mean float32?"},
+        },
     )
     cpu_offload: Logged[bool] = Field(
         False,
         description="keep parameters, gradients and optimizer state in host memory",
-        json_schema_extra={"aliases": ["offload_params"]},
+        json_schema_extra={
+            "aliases": ["offload_params", "fsdp_offload_params", "enable_cpu_offload"]
+        },
     )
     activation_checkpointing: Logged[Literal["none", "selective", "full"]] = Field(
         "none",
         description="recompute in backward: nothing, all but attention and matrix products, or full"
         " blocks",
         json_schema_extra={
-            "aliases": ["gradient_checkpointing"],
+            "aliases": [
+                "activation_checkpoint",
+                "activation_checkpoint.mode",
+                "fsdp_activation_checkpointing",
+                "gradient_checkpointing",
+                "selective_activation_checkpointing",
+            ],
             "meanings": {"true": "did you mean full?", "false": "did you mean none?"},
         },
     )
@@ -407,7 +469,7 @@ class ParallelConfig(Config, frozen=True):
         False,
         description="keep what blocks save for backward in host memory, except for the last two"
         " blocks",
-        json_schema_extra={"aliases": ["offload_activations"]},
+        json_schema_extra={"aliases": ["offload_activations", "activation_offloading"]},
     )
     sync_each_micro_step: Logged[bool] = Field(
         False,
@@ -417,12 +479,13 @@ class ParallelConfig(Config, frozen=True):
     compile: Logged[Literal["auto"] | bool] = Field(
         "auto",
         description="compile the blocks and the loss; auto = on GPUs and for float8",
-        json_schema_extra={"aliases": ["torch_compile"]},
+        json_schema_extra={"aliases": ["torch_compile", "compile.enable"]},
     )
     deterministic: Logged[bool] = Field(
         False,
         description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower"
         " attention",
+        json_schema_extra={"aliases": ["full_determinism"]},
     )
 
     @property
@@ -447,7 +510,9 @@ class ProfilingConfig(Config, frozen=True):
         False, description="report GPU, CPU, memory, disk and network use to the Web UI"
     )
     torch_profiler: Unlogged[bool] = Field(
-        False, description="write PyTorch traces for TensorBoard, one file per rank"
+        False,
+        description="write PyTorch traces for TensorBoard, one file per rank",
+        json_schema_extra={"aliases": ["enable_profiling"]},
     )
     torch_profiler_steps: TorchProfilerSteps = Field(
         (1, 1, 2),
@@ -458,6 +523,7 @@ class ProfilingConfig(Config, frozen=True):
         False,
         description="write a snapshot of GPU memory per rank at the end, also after running out of"
         " memory",
+        json_schema_extra={"aliases": ["enable_memory_snapshot"]},
     )
 
     @field_validator("torch_profiler_steps")
