@@ -22,8 +22,7 @@ from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.store import CheckpointStore
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
-from lm.data.run_data import TOKENIZED_ONCE, Data, open_data
-from lm.data.windows import check_token_files
+from lm.data.run_data import TOKENIZED_ONCE, Data, check_token_files, open_data
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error

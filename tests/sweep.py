@@ -133,14 +133,14 @@ def write_records() -> int:
 
 def tokenize(*names: str) -> int:
     """Fill the cache with the data of runs."""
-    from lm.data.jsonl import JsonlDataset
     from lm.data.text import read_text
     from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
     from lm.storage.cache import describe_files
+    from tests.support.records import pack_files
 
     def run() -> int:
         for name in names:
-            JsonlDataset([Path(name)], ByteTokenizer(), 64)
+            pack_files([Path(name)], ByteTokenizer(), 64)
         read_text([Path("in.txt")], ByteTokenizer())
         describe_files([Path("large")])
         return 0
@@ -159,9 +159,10 @@ def entries(folder: Path) -> dict[str, bytes]:
 
 def has_entries(folder: Path) -> bool:
     """Whether the entries of `tokenize("old.jsonl")` are complete."""
-    with_json_lines = 7
-    with_text = 4
-    return len(entries(folder)) >= with_json_lines + with_text
+    of_records = 5
+    of_their_order = 6
+    of_text = 4
+    return len(entries(folder)) >= of_records + of_their_order + of_text
 
 
 def prepare(*options: str) -> int:

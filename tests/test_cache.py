@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from lm.data.jsonl import JsonlDataset
+from lm.data.run_data import check_token_files
 from lm.data.text import hash_tokens, read_text
 from lm.data.tokenizer.loading import load_tokenizer
-from lm.data.windows import check_token_files, cut_file
+from lm.data.windows import cut_file
 from lm.errors import ConfigError
 from lm.storage.cache import KEPT_DAYS, cache_directory, cached, describe_files, remembered
 from lm.storage.folder import MANIFEST
 from tests.support import PATIENCE, REPOSITORY
+from tests.support.records import pack_files
 
 BUILD = """
 import os, pathlib, sys
@@ -216,22 +217,21 @@ def test_damaged_value_is_computed_again(
 FULL = """
 import resource, sys
 from pathlib import Path
-from lm.data.jsonl import JsonlDataset
-from lm.data.text import read_text
+from lm.data.records import RecordOptions, tokenize_records
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import RunError
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 try:
-    JsonlDataset([Path("a.jsonl")], load_tokenizer("bytes"), 32)
+    tokenize_records([Path("a.jsonl")], load_tokenizer("bytes"), RecordOptions())
 except RunError as error:
     print(error.exit_code, error)
 """
 
 
-@pytest.mark.parametrize("n_bytes", [4096, 72_064])
+@pytest.mark.parametrize("n_bytes", [4096, 30_000])
 def test_full_disk_is_one_line_and_leaves_nothing(n_bytes: int, tmp_path: Path) -> None:
-    """A limit of the size of files fails like a full disk: first what is read, then what stays."""
+    """A limit of the size of files fails like a full disk."""
     (tmp_path / "a.jsonl").write_text('{"text": "to be or not to be"}\n' * 1000)
     command = [sys.executable, "-c", FULL, str(n_bytes)]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -324,9 +324,9 @@ def test_dataset_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "to be or not to be"}\n' * 8)
     tokenizer = load_tokenizer("bytes")
-    first = JsonlDataset([path], tokenizer, 32)
+    first = pack_files([path], tokenizer, 32)
     monkeypatch.delattr(type(tokenizer), "encode_with_ends")
-    second = JsonlDataset([path], tokenizer, 32)
+    second = pack_files([path], tokenizer, 32)
     assert second.fingerprint() == first.fingerprint()
     assert second.note == first.note
     for index in range(len(first)):
@@ -335,8 +335,9 @@ def test_dataset_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert theirs is not None
             assert np.array_equal(ours, theirs)
             assert torch.from_numpy(ours).dtype == torch.int64
+    assert len(pack_files([path], tokenizer, 15, packing=False)) == 8
     with pytest.raises(AttributeError):
-        JsonlDataset([path], tokenizer, 31)
+        pack_files([path], tokenizer, 32, held_out=True)
 
 
 def test_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,15 +356,20 @@ def test_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         hash_tokens(second, 10, 51)
 
 
-@pytest.mark.parametrize("name", ["inputs.npy", "targets.npy", "description.json"])
-def test_damaged_dataset_is_tokenized_again(name: str, tmp_path: Path) -> None:
+PARTS = ["train.bin", "train.ends", "train.mask", "train.json", "starts.npy", "counts.json"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_damaged_records_are_tokenized_and_packed_again(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "to be or not to be"}\n' * 8)
     tokenizer = load_tokenizer("bytes")
-    expected = JsonlDataset([path], tokenizer, 32)[0].inputs
-    (entry,) = (cache_directory() / "tokens").iterdir()
-    set_to_zero(entry / name)
-    assert np.array_equal(JsonlDataset([path], tokenizer, 32)[0].inputs, expected)
+    expected = pack_files([path], tokenizer, 32)[1]
+    (damaged,) = (cache_directory() / "tokens").glob(f"*/{name}")
+    set_to_zero(damaged)
+    found = pack_files([path], tokenizer, 32)[1]
+    assert np.array_equal(found.inputs, expected.inputs)
+    assert np.array_equal(found.targets, expected.targets)
 
 
 def test_damaged_text_is_found_before_step_1(tmp_path: Path) -> None:

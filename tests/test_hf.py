@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from lm import generate, sampling
 from lm.checkpoint import tensor_files
 from lm.data.hub import find_directory
-from lm.data.run_data import open_data
+from lm.data.run_data import check_token_files, open_data
 from lm.data.tokenizer.loading import load_tokenizer
-from lm.data.windows import check_token_files
 from lm.errors import ConfigError, RunError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.data.chat_template import ChatTemplate
-from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader
+from lm.data.packing import PackedDataset
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.file_tokenizer import FileTokenizer
@@ -31,6 +31,7 @@ from lm.storage.cache import cache_directory
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support.hyperparameters import TINY, named_keys
+from tests.support.records import pack_files
 from tests.support.tokenizer_files import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
@@ -51,7 +52,7 @@ def write(path: Path, records: Iterable[Any]) -> Path:
     return path
 
 
-def targets(samples: JsonlDataset) -> list[int]:
+def targets(samples: PackedDataset) -> list[int]:
     """All targets that are not ignored."""
     return [
         int(token)
@@ -75,7 +76,7 @@ def test_packing_keeps_samples_in_one_piece(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
 ) -> None:
     file = write(tmp_path_factory.mktemp("packed") / "a.jsonl", [{"text": text} for text in texts])
-    samples = JsonlDataset([file], BYTES, seq_len)
+    samples = pack_files([file], BYTES, seq_len)
     expected = tokens_of(texts, seq_len)
     found, used = [], []
     for i in range(len(samples)):
@@ -98,7 +99,7 @@ def test_packing_keeps_the_order_of_the_file(tmp_path: Path) -> None:
     file = write(
         tmp_path / "a.jsonl", [{"text": text} for text in ("ab", "efgh", "klm", "c", "de", "ij")]
     )
-    samples = JsonlDataset([file], BYTES, 5)
+    samples = pack_files([file], BYTES, 5)
     assert [bytes(samples[i].inputs.tolist()) for i in range(len(samples))] == [
         b"abklm",
         b"efgh\0",
@@ -111,7 +112,7 @@ def test_without_packing_a_sample_is_a_sequence(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
 ) -> None:
     file = write(tmp_path_factory.mktemp("single") / "a.jsonl", [{"text": text} for text in texts])
-    samples = JsonlDataset([file], BYTES, seq_len, packing=False)
+    samples = pack_files([file], BYTES, seq_len, packing=False)
     assert len(samples) == len(texts)
     for i, (inputs, targets) in enumerate(tokens_of(texts, seq_len)):
         assert samples[i].document_ids is None
@@ -122,7 +123,7 @@ def test_without_packing_a_sample_is_a_sequence(
 def test_packing_of_a_thousand_chats_pads_little(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).lognormal(4, 0.8, 1000).astype(int)
     file = write(tmp_path / "a.jsonl", [{"text": "x" * (length + 1)} for length in lengths])
-    samples = JsonlDataset([file], BYTES, 512)
+    samples = pack_files([file], BYTES, 512)
     n_tokens = sum(samples.count_terms(i) for i in range(len(samples)))
     assert n_tokens > 0.99 * len(samples) * 512
 
@@ -132,12 +133,12 @@ def test_loss_on_completion_targets(
     tokenizer: ByteTokenizer | FileTokenizer, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "to be, or", "completion": " not to be"}])
-    only = JsonlDataset([file], tokenizer, 64, completion_only=True)
+    only = pack_files([file], tokenizer, 64, completion_only=True)
     ids = tokenizer.encode("to be, or not to be")
     prompt = tokenizer.encode("to be, or")
     assert ids[: len(prompt)] == prompt
     assert targets(only) == [*ids[len(prompt) :], tokenizer.eos_id]
-    assert targets(JsonlDataset([file], tokenizer, 64)) == [*ids[1:], tokenizer.eos_id]
+    assert targets(pack_files([file], tokenizer, 64)) == [*ids[1:], tokenizer.eos_id]
 
 
 def test_chat_with_tools_uses_the_template_for_tools(tmp_path: Path) -> None:
@@ -154,15 +155,15 @@ def test_chat_with_tools_uses_the_template_for_tools(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
     tools = [{"type": "function", "function": {"name": "question"}}]
     file = write(tmp_path / "a.jsonl", [{"messages": chat, "tools": tools}, {"messages": chat}])
-    samples = JsonlDataset([file], tokenizer, 256, packing=False)
+    samples = pack_files([file], tokenizer, 256, packing=False)
     texts = [tokenizer.decode(samples[i].inputs) for i in range(2)]
     assert [text.count("question") for text in texts] == [1, 0]
-    only = JsonlDataset([file], tokenizer, 256, completion_only=True)
+    only = pack_files([file], tokenizer, 256, completion_only=True)
     assert tokenizer.decode(targets(only)).split() == ["or", "not"] * 2
     silent = [templates[0], {"name": "tool_use", "template": plain}]
     config = json.dumps(SPECIALS | {"chat_template": silent}).encode()
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: .*its chat template leaves out tools"):
-        JsonlDataset([file], FileTokenizer(files | {"tokenizer_config.json": config}, "x"), 256)
+        pack_files([file], FileTokenizer(files | {"tokenizer_config.json": config}, "x"), 256)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_rendered_text_has_one_start_and_one_end(
     plain: Any, rendered: Any, completion_only: bool, tmp_path: Path
 ) -> None:
     samples = [
-        JsonlDataset([write(tmp_path / "a.jsonl", [record])], LLAMA, 64, None, completion_only)
+        pack_files([write(tmp_path / "a.jsonl", [record])], LLAMA, 64, None, completion_only)
         for record in (plain, rendered)
     ]
     assert samples[0].fingerprint() == samples[1].fingerprint()
@@ -195,9 +196,9 @@ def test_chat_targets_are_the_assistants_messages(tmp_path: Path) -> None:
         {"role": "assistant", "content": "the question"},
     ]
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    replies = LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True)))
+    replies = LLAMA.decode(targets(pack_files([file], LLAMA, 256, completion_only=True)))
     assert replies.split("\n\n") == ["or not", "the question", ""]
-    everything = targets(JsonlDataset([file], LLAMA, 256))
+    everything = targets(pack_files([file], LLAMA, 256))
     assert LLAMA.decode(everything).startswith("[user] to be\n\n[assistant] or not\n\n")
     assert everything.count(LLAMA.eos_id) == 4  # written by the template
 
@@ -214,7 +215,7 @@ def test_chat_tool_call_needs_no_content(tmp_path: Path) -> None:
     }
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}, call]}])
     assert (
-        LLAMA.decode(targets(JsonlDataset([file], llama(calls), 64, completion_only=True)))
+        LLAMA.decode(targets(pack_files([file], llama(calls), 64, completion_only=True)))
         == "question\n\n"
     )
 
@@ -225,7 +226,7 @@ def test_chat_content_can_be_parts_of_text(tmp_path: Path) -> None:
     for content in (parts, "or not"):
         chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": content}]
         file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-        found.append(targets(JsonlDataset([file], LLAMA, 64, completion_only=True)))
+        found.append(targets(pack_files([file], LLAMA, 64, completion_only=True)))
     assert found[0] == found[1]
     assert LLAMA.decode(found[0]) == "or not\n\n"
 
@@ -237,7 +238,7 @@ def test_nulls_that_a_table_adds_to_messages_are_left_out(tmp_path: Path) -> Non
         {"role": "assistant", "content": parts, "weight": None, "name": None},
     ]
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    found = targets(JsonlDataset([file], LLAMA, 64, completion_only=True))
+    found = targets(pack_files([file], LLAMA, 64, completion_only=True))
     assert LLAMA.decode(found) == "or not\n\n"
 
 
@@ -251,14 +252,14 @@ def test_chat_keys_that_the_template_ignores_are_refused(tmp_path: Path) -> None
     reply = {"role": "assistant", "content": "ho", "thinking": "hm", "name": "bob"}
     file = write(tmp_path / "a.jsonl", [{"messages": [user, reply]}])
     with pytest.raises(ConfigError) as error:
-        JsonlDataset([file], LLAMA, 64)
+        pack_files([file], LLAMA, 64)
     assert str(error.value).startswith(f"{file}:1: ")
     assert "messages[1].thinking" in str(error.value)
     assert "messages[1].name" in str(error.value)
     assert "messages[0]" not in str(error.value)
     reads = llama(CHAT_TEMPLATE + "{{ messages[1].name }} {{ messages[1].reasoning_content }}")
-    assert "bob" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
-    assert "hm" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
+    assert "bob" in LLAMA.decode(targets(pack_files([file], reads, 64)))
+    assert "hm" in LLAMA.decode(targets(pack_files([file], reads, 64)))
 
 
 def test_chat_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
@@ -270,11 +271,11 @@ def test_chat_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
     ]
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
     assert (
-        LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True)))
+        LLAMA.decode(targets(pack_files([file], LLAMA, 256, completion_only=True)))
         == "the question\n\n"
     )
     with pytest.raises(ConfigError, match="weight requires loss_on: completion"):
-        JsonlDataset([file], LLAMA, 256)
+        pack_files([file], LLAMA, 256)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_chat_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
 def test_empty_replies_are_counted(record: dict[str, Any], tmp_path: Path) -> None:
     good = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
     file = write(tmp_path / "a.jsonl", [{"messages": good}, record, record])
-    data = JsonlDataset([file], LLAMA, 256, completion_only=True)
+    data = pack_files([file], LLAMA, 256, completion_only=True)
     assert "2 records with an empty reply, of which only the end is learned" in (data.note or "")
 
 
@@ -301,20 +302,20 @@ def test_prompt_and_completion_can_be_messages(tmp_path: Path) -> None:
     reply = [{"role": "assistant", "content": "the question"}]
     file = write(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": reply}])
     assert (
-        LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True)))
+        LLAMA.decode(targets(pack_files([file], LLAMA, 256, completion_only=True)))
         == "the question\n\n"
     )
     chat = write(tmp_path / "b.jsonl", [{"messages": prompt + reply}])
-    assert targets(JsonlDataset([file], LLAMA, 256)) == targets(JsonlDataset([chat], LLAMA, 256))
+    assert targets(pack_files([file], LLAMA, 256)) == targets(pack_files([chat], LLAMA, 256))
 
 
 def test_prompt_and_completion_as_texts_next_to_a_chat_template_are_noted(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "to be", "completion": " or not"}] * 3)
     note = "3 records with prompt and completion as texts, trained without the chat template"
-    assert note in (JsonlDataset([file], LLAMA, 64).note or "")
+    assert note in (pack_files([file], LLAMA, 64).note or "")
     plain = load_tokenizer(str(save_tokenizer(tmp_path)))
     for tokenizer in (BYTES, plain):
-        assert "template" not in (JsonlDataset([file], tokenizer, 64).note or "")
+        assert "template" not in (pack_files([file], tokenizer, 64).note or "")
 
 
 def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
@@ -326,14 +327,14 @@ def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     for each in (tools[0], tools):  # one need not be in a list
         file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": each}])
-        text = LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256)))
+        text = LLAMA.decode(targets(pack_files([file], tokenizer, 256)))
         assert text.startswith("question")
     assert (
-        LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True))).strip()
+        LLAMA.decode(targets(pack_files([file], tokenizer, 256, completion_only=True))).strip()
         == "ho"
     )
     with pytest.raises(ConfigError, match="leaves out tools"):
-        JsonlDataset([file], LLAMA, 256)
+        pack_files([file], LLAMA, 256)
 
 
 def test_chat_template_gets_its_variables_and_the_date() -> None:
@@ -367,8 +368,8 @@ def test_day_matters_to_templates_that_read_it(reads_date: bool, tmp_path: Path)
     tokenizer = llama(template)
     for day in (1, 2):
         tokenizer.date = datetime.date(2026, 1, day)
-        JsonlDataset([file], tokenizer, 256)
-    n_entries = len(list((cache_directory() / "tokens").glob("*/")))
+        pack_files([file], tokenizer, 256)
+    n_entries = len(list((cache_directory() / "tokens").glob("*/train.bin")))
     assert n_entries == 1 + reads_date
 
 
@@ -421,12 +422,10 @@ def test_generation_tags_mark_targets_as_transformers(
     expected = masked_by_transformers(files, chat, tmp_path)
     tokenizer = FileTokenizer(files, "llama")
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    assert targets(JsonlDataset([file], tokenizer, 256, completion_only=True)) == expected
+    assert targets(pack_files([file], tokenizer, 256, completion_only=True)) == expected
     chat[1]["weight"] = 0
     file = write(tmp_path / "b.jsonl", [{"messages": chat}])
-    only_last = tokenizer.decode(
-        targets(JsonlDataset([file], tokenizer, 256, completion_only=True))
-    )
+    only_last = tokenizer.decode(targets(pack_files([file], tokenizer, 256, completion_only=True)))
     assert only_last == "[assistant] the question\n\n"
 
 
@@ -498,7 +497,7 @@ def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
         without_text = (*NEEDS_IMAGES, *NEEDS_PARTS)
         if not tokenizer.find_template().marks_replies or path.stem in without_text:
             continue
-        found = targets(JsonlDataset([file], tokenizer, 8192, completion_only=True))
+        found = targets(pack_files([file], tokenizer, 8192, completion_only=True))
         assert found == masked_by_transformers(tokenizer.files, DIALOG, tmp_path), path.name
         assert found
         compared.append(path.name)
@@ -513,11 +512,11 @@ def test_trl_templates_that_are_refused_name_their_twins(tmp_path: Path) -> None
         if path.stem in (*NEEDS_IMAGES, *NEEDS_PARTS):
             continue
         try:
-            JsonlDataset([file], load_tokenizer(folder, path.stem), 8192, completion_only=True)
+            pack_files([file], load_tokenizer(folder, path.stem), 8192, completion_only=True)
         except ConfigError as error:
             (twin,) = re.findall(r"chat_template: (\w+_training)", str(error))
             assert twin == f"{path.stem}_training"
-            JsonlDataset([file], load_tokenizer(folder, twin), 8192, completion_only=True)
+            pack_files([file], load_tokenizer(folder, twin), 8192, completion_only=True)
             refused.append(path.stem)
     assert {"qwen3", "deepseek_r1_distill", "gptoss", "phi3", "glm4moe"} <= set(refused)
 
@@ -538,7 +537,7 @@ def test_trl_templates_mark_the_same_targets_in_a_completion(tmp_path: Path) -> 
             continue
         tokenizer = load_tokenizer(folder, path.stem)
         found = [
-            tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192, completion_only=True)))
+            tokenizer.decode(targets(pack_files([file], tokenizer, 8192, completion_only=True)))
             for file in files
         ]
         assert found[1] == found[0], path.stem
@@ -560,14 +559,14 @@ def test_only_the_assistants_words_in_a_completion_are_targets(
     found = []
     for i, record in enumerate(records):
         file = write(tmp_path / f"{i}.jsonl", [record])
-        found.append(targets(JsonlDataset([file], tokenizer, 8192, completion_only=True)))
+        found.append(targets(pack_files([file], tokenizer, 8192, completion_only=True)))
     assert np.array_equal(found[1], found[0])
     text = tokenizer.decode(found[1])
     assert text.count(DIALOG[1]["content"]) == 2
     assert DIALOG[2]["content"] not in text
     words = write(tmp_path / "user.jsonl", [{"prompt": dialog[:2], "completion": [dialog[0]]}])
     with pytest.raises(ConfigError, match=r"user\.jsonl:1: completion: none of the assistant"):
-        JsonlDataset([words], tokenizer, 8192, completion_only=True)
+        pack_files([words], tokenizer, 8192, completion_only=True)
 
 
 def test_trl_template_of_qwen3_trains_calls_of_tools(tmp_path: Path) -> None:
@@ -581,7 +580,7 @@ def test_trl_template_of_qwen3_trains_calls_of_tools(tmp_path: Path) -> None:
     ]
     file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3_training")
-    text = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192, completion_only=True)))
+    text = tokenizer.decode(targets(pack_files([file], tokenizer, 8192, completion_only=True)))
     assert '{"name": "add", "arguments": {"x": 1}}' in text
     assert "It is 4.<|im_end|>" in text
     assert "tool_response" not in text
@@ -609,7 +608,7 @@ UNUSABLE = {
 def test_template_without_end_of_turn_is_refused(template: str, part: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": DIALOG[:2]}])
     with pytest.raises(ConfigError, match=f"^{file}:1: tokenizer: llama: .*{part}") as error:
-        JsonlDataset([file], llama(template), 512, completion_only=True)
+        pack_files([file], llama(template), 512, completion_only=True)
     assert named_keys(error.value) >= {"chat_template"}
 
 
@@ -666,10 +665,10 @@ def test_string_that_a_template_leaves_out_is_refused(chat: str, tmp_path: Path)
         except ConfigError:
             continue  # the template says why
         if all(word in text for word in words):
-            JsonlDataset([file], tokenizer, 8192)
+            pack_files([file], tokenizer, 8192)
         else:
             with pytest.raises(ConfigError, match=rf"^{file}:1: .*leaves out messages\[\d"):
-                JsonlDataset([file], tokenizer, 8192)
+                pack_files([file], tokenizer, 8192)
             n_refused += 1
     assert n_refused > 0
 
@@ -686,12 +685,12 @@ def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
     records = [{"messages": [ASK, reply]}, {"messages": [ASK, reply, ASK, last]}]
     file = write(tmp_path / "a.jsonl", [*records, records[1]])
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3")
-    found = JsonlDataset([file], tokenizer, 512)
+    found = pack_files([file], tokenizer, 512)
     assert re.findall(r"(\d+) records without the thinking", found.note or "") == ["2"]
     text = tokenizer.decode(targets(found))
     assert [text.count(word) for word in ("cedar7", "delta7")] == [1, 2]
     file = write(tmp_path / "a.jsonl", records[:1])
-    assert "thinking" not in (JsonlDataset([file], tokenizer, 512).note or "")
+    assert "thinking" not in (pack_files([file], tokenizer, 512).note or "")
 
 
 def test_tags_that_a_template_cuts_off_are_no_content(tmp_path: Path) -> None:
@@ -699,10 +698,10 @@ def test_tags_that_a_template_cuts_off_are_no_content(tmp_path: Path) -> None:
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
     )
     file = write(tmp_path / "a.jsonl", [{"messages": [ASK, said("assistant", "", "basil7")]}])
-    assert JsonlDataset([file], llama(template), 64)
+    assert pack_files([file], llama(template), 64)
     file = write(tmp_path / "a.jsonl", [{"messages": [ASK, said("assistant", "cedar7", "basil7")]}])
     with pytest.raises(ConfigError, match=r"leaves out messages\[1\].content"):
-        JsonlDataset([file], llama(template), 64)
+        pack_files([file], llama(template), 64)
 
 
 def test_template_that_demands_certain_strings_is_asked_with_those_of_the_record(
@@ -715,10 +714,10 @@ def test_template_that_demands_certain_strings_is_asked_with_those_of_the_record
     )
     question = said("user", "to be, or not to be?")
     file = write(tmp_path / "a.jsonl", [{"messages": [question, ANSWER_IT]}])
-    assert JsonlDataset([file], llama(template), 64)
+    assert pack_files([file], llama(template), 64)
     file = write(tmp_path / "a.jsonl", [{"messages": [said("developer", "grove7"), question]}])
     with pytest.raises(ConfigError, match=r'leaves out messages\[0\].content of role "developer";'):
-        JsonlDataset([file], llama(template), 64)
+        pack_files([file], llama(template), 64)
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "gptoss"])
@@ -729,7 +728,7 @@ def test_arguments_as_json_text_are_decoded(template: str, tmp_path: Path) -> No
         call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
         chat = [DIALOG[0], {"role": "assistant", "tool_calls": [call]}]
         file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-        found.append(targets(JsonlDataset([file], tokenizer, 8192)))
+        found.append(targets(pack_files([file], tokenizer, 8192)))
     assert found[0] == found[1]
 
 
@@ -755,7 +754,7 @@ def test_template_that_wants_arguments_as_text_gets_it(
     tokenizer = FileTokenizer(
         tokenizer.files, "x", ChatTemplate(WANT_TEXT[template] + "{{ eos_token }}{% endfor %}", "x")
     )
-    text = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 512)))
+    text = tokenizer.decode(targets(pack_files([file], tokenizer, 512)))
     expected = (
         arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     )
@@ -771,7 +770,7 @@ def test_nulls_that_a_table_adds_to_calls_are_left_out(template: str, tmp_path: 
         function = {"name": name, "arguments": arguments}
         reply = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
         records.append({"messages": [ASK, reply]})
-    expected = JsonlDataset(
+    expected = pack_files(
         [write(tmp_path / "a.jsonl", records)],
         tokenizer := load_tokenizer(str(save_tokenizer(tmp_path)), template),
         512,
@@ -782,7 +781,7 @@ def test_nulls_that_a_table_adds_to_calls_are_left_out(template: str, tmp_path: 
     read = datasets.Dataset.from_parquet(str(table), cache_dir=str(tmp_path / "cache"))
     read.to_json(tmp_path / "b.jsonl")  # pyright: ignore[reportAttributeAccessIssue]
     assert "null" in (tmp_path / "b.jsonl").read_text()
-    found = JsonlDataset([tmp_path / "b.jsonl"], tokenizer, 512)
+    found = pack_files([tmp_path / "b.jsonl"], tokenizer, 512)
     assert found.fingerprint() == expected.fingerprint()
     assert "; 2 calls of a tool without nulls" in (found.note or "")
 
@@ -813,7 +812,7 @@ def test_null_is_meant_if_the_schema_allows_it(
     calls = [{"function": {"name": "f", "arguments": {"a": {"b": None}, "c": None}}}]
     reply = {"role": "assistant", "content": "", "tool_calls": calls}
     file = write(tmp_path / "a.jsonl", [{"messages": [ASK, reply], "tools": tools}])
-    text = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192)))
+    text = tokenizer.decode(targets(pack_files([file], tokenizer, 8192)))
     expected = '{"a": {"b": null}}' if is_meant else '{"a": {}}'
     assert f'{{"name": "f", "arguments": {expected}}}' in text
 
@@ -827,7 +826,7 @@ def test_null_that_a_schema_lists_or_that_is_in_json_text_is_meant(tmp_path: Pat
         calls = [{"id": None, "function": {"name": "f", "arguments": arguments}}]
         reply = {"role": "assistant", "content": "", "tool_calls": calls}
         file = write(tmp_path / "a.jsonl", [{"messages": [ASK, reply], "tools": tools}])
-        texts.append(tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192))))
+        texts.append(tokenizer.decode(targets(pack_files([file], tokenizer, 8192))))
     for text, found in zip(texts, ('{"unit": null}', '{"unit": null, "x": null}'), strict=True):
         assert f'{{"name": "f", "arguments": {found}}}' in text
         assert '"properties": {"unit": {"default": null}}' in text
@@ -839,7 +838,7 @@ def test_empty_thinking_is_a_target_only_if_the_data_has_it(template: str, tmp_p
     for content, thinks in (("It is 4.", False), ("<think>\n\n</think>\n\nIt is 4.", True)):
         chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": content}]
         file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-        found = targets(JsonlDataset([file], tokenizer, 512, completion_only=True))
+        found = targets(pack_files([file], tokenizer, 512, completion_only=True))
         text = tokenizer.decode(found)
         assert ("</think>" in text) == thinks
         assert text.endswith("It is 4.<|im_end|>\n")
@@ -847,10 +846,10 @@ def test_empty_thinking_is_a_target_only_if_the_data_has_it(template: str, tmp_p
 
 def test_jsonl_fingerprint(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cd"}])
-    first = JsonlDataset([file], BYTES, 8).fingerprint()
-    assert JsonlDataset([file], BYTES, 8).fingerprint() == first
-    assert JsonlDataset([file], BYTES, 8, completion_only=True).fingerprint() != first
-    assert JsonlDataset([file], BYTES, 2).fingerprint() != first
+    first = pack_files([file], BYTES, 8).fingerprint()
+    assert pack_files([file], BYTES, 8).fingerprint() == first
+    assert pack_files([file], BYTES, 8, completion_only=True).fingerprint() != first
+    assert pack_files([file], BYTES, 2).fingerprint() != first
 
 
 INVALID = {
@@ -963,7 +962,7 @@ def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     line, part = INVALID[name]
     file.write_bytes(b'{"text": "ok"}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(ConfigError) as error:
-        JsonlDataset([file, write(tmp_path / "b.jsonl", [{"text": "ok"}, {}])], LLAMA, 8)
+        pack_files([file, write(tmp_path / "b.jsonl", [{"text": "ok"}, {}])], LLAMA, 8)
     first, second = error.value.problems
     assert first.startswith(f"{file}:2: ")
     assert part in first
@@ -976,9 +975,9 @@ def test_error_in_the_first_line_of_any_file_precedes_the_tokenizing(
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"]
     for path, line in zip(files, ('{"text": "to be"}', '{"text": 1}', "[]"), strict=True):
         path.write_text(line)
-    monkeypatch.delattr("lm.data.jsonl.tokenize_files")
+    monkeypatch.delattr("lm.data.records._tokenize_files")
     with pytest.raises(ConfigError) as caught:
-        JsonlDataset(files[:2], BYTES, 16)
+        pack_files(files[:2], BYTES, 16)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(f"{files[1]}:1: ")
 
@@ -987,7 +986,7 @@ def test_jsonl_counts_megabytes_of_empty_lines(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "ok"}\n' + b"\n" * (3 << 20) + b"x\n")
     with pytest.raises(ConfigError, match=f"{file}:{(3 << 20) + 2}: not valid JSON"):
-        JsonlDataset([file], LLAMA, 8)
+        pack_files([file], LLAMA, 8)
 
 
 ANSWER = [{"role": "user", "content": "to be\n\nor"}, {"role": "assistant", "content": "not"}]
@@ -998,15 +997,15 @@ def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
     lines = write(tmp_path / "a.jsonl", records)
     array = tmp_path / "b.json"
     array.write_text("\n" + json.dumps(records, indent=1))
-    found = JsonlDataset([array], BYTES, 64)
-    assert found.fingerprint() == JsonlDataset([lines], BYTES, 64).fingerprint()
+    found = pack_files([array], BYTES, 64)
+    assert found.fingerprint() == pack_files([lines], BYTES, 64).fingerprint()
     array.write_text(json.dumps([*records, 1]))
     with pytest.raises(ConfigError) as error:
-        JsonlDataset([array], BYTES, 64)
+        pack_files([array], BYTES, 64)
     assert str(error.value).startswith(f"{array}[2]: ")
     array.write_text('[{"text": "a"},')
     with pytest.raises(ConfigError, match=f"^{array}: not valid JSON: "):
-        JsonlDataset([array], BYTES, 64)
+        pack_files([array], BYTES, 64)
 
 
 @pytest.mark.parametrize(
@@ -1022,7 +1021,7 @@ def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
 def test_json_error_advises_by_suffix(name: str, content: str, advice: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=f"{name}:1: not valid JSON: .*; .*{advice}"):
-        JsonlDataset([tmp_path / name], BYTES, 8)
+        pack_files([tmp_path / name], BYTES, 8)
 
 
 @pytest.mark.parametrize("second", ["// b", "{'text': 'b'}", ""])
@@ -1031,14 +1030,14 @@ def test_json_array_with_a_mistake_is_named_by_its_line(second: str, tmp_path: P
     file.write_text(f'[\n{{"text": "a"}},\n{second}\n]')
     rules = "line [34], .*; JSON has no comments, no comma before "
     with pytest.raises(ConfigError, match=rules):
-        JsonlDataset([file], BYTES, 8)
+        pack_files([file], BYTES, 8)
 
 
 def test_json_error_has_one_line_number(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "ok"}\n{"text": x}\n')
     with pytest.raises(ConfigError, match=f"^{file}:2: .*character 10;") as error:
-        JsonlDataset([file], BYTES, 8)
+        pack_files([file], BYTES, 8)
     assert not re.search(r"line \d", str(error.value))
 
 
@@ -1046,8 +1045,8 @@ def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "hi"}]}])
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
     with pytest.raises(ConfigError, match=r"messages\[0\] is of the assistant"):
-        JsonlDataset([file], tokenizer, 512, completion_only=True)
-    JsonlDataset([file], tokenizer, 512)
+        pack_files([file], tokenizer, 512, completion_only=True)
+    pack_files([file], tokenizer, 512)
 
 
 def test_chat_template_kwargs_must_be_read(tmp_path: Path) -> None:
@@ -1068,40 +1067,40 @@ def test_chat_template_kwargs_must_be_read(tmp_path: Path) -> None:
 def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": ANSWER}])
     with pytest.raises(ConfigError, match="not a valid Jinja template: line 2: "):
-        JsonlDataset([file], llama("\n{% for m in messages %}"), 64)
+        pack_files([file], llama("\n{% for m in messages %}"), 64)
 
 
 def test_chat_without_the_assistant_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "to be"}]}])
     with pytest.raises(ConfigError, match=r"messages: .* only of user, .*; remove the line"):
-        JsonlDataset([file], LLAMA, 64, completion_only=True)
+        pack_files([file], LLAMA, 64, completion_only=True)
 
 
 def test_jsonl_truncated_or_without_targets_is_refused(tmp_path: Path) -> None:
     cut = tmp_path / "a.jsonl.gz"
     cut.write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
     with pytest.raises(ConfigError, match=rf"^{cut}: .* byte \d+"):
-        JsonlDataset([cut], BYTES, 8)
+        pack_files([cut], BYTES, 8)
     users = write(tmp_path / "users.jsonl", [{"messages": [{"role": "user", "content": "to be"}]}])
     with pytest.raises(ConfigError, match=f"{users}:1: ") as error:
-        JsonlDataset([users], LLAMA, 8, completion_only=True)
+        pack_files([users], LLAMA, 8, completion_only=True)
     assert named_keys(error.value) >= {"loss_on"}
-    assert len(JsonlDataset([users], LLAMA, 8)) == 1
+    assert len(pack_files([users], LLAMA, 8)) == 1
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "ab", "completion": ""}])
     assert (
-        len(JsonlDataset([empty], BYTES, 8, completion_only=True)) == 1
+        len(pack_files([empty], BYTES, 8, completion_only=True)) == 1
     )  # its end-of-text token is a target
     nothing = write(
         tmp_path / "nothing.jsonl",
         [{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}],
     )
     with pytest.raises(ConfigError, match="two tokens") as error:
-        JsonlDataset([write(tmp_path / "no_text.jsonl", [{"text": ""}])], BYTES, 8)
+        pack_files([write(tmp_path / "no_text.jsonl", [{"text": ""}])], BYTES, 8)
     assert not named_keys(error.value)
     plain = write(tmp_path / "plain.jsonl", [{"text": "ab"}])
     for file, start in ((nothing, f"{nothing}: "), (plain, f"{plain}:1: ")):
         with pytest.raises(ConfigError, match=f"^{start}") as error:
-            JsonlDataset([file], LLAMA, 8, completion_only=True)
+            pack_files([file], LLAMA, 8, completion_only=True)
         assert named_keys(error.value) >= {"loss_on"}
 
 
@@ -1115,7 +1114,7 @@ def test_jsonl_without_samples_is_refused(tmp_path: Path) -> None:
         (one, False, "its only sample is held out", {"val_data"}),
     ):
         with pytest.raises(ConfigError, match=f"{file}: {problem}") as error:
-            JsonlDataset([file], BYTES, 8, held_out=held_out)
+            pack_files([file], BYTES, 8, held_out=held_out)
         assert named_keys(error.value) == keys
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm.data.jsonl import JsonlDataset
+from lm.data.packing import PackedDataset
 from lm.data.parallel import map_in_order
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError, RunError
 from tests.support import REPOSITORY
+from tests.support.records import pack_files
 
 
 def test_results_are_in_order() -> None:
@@ -55,11 +56,11 @@ def test_workers_write_the_arrays_of_one_process(
     lines = files[2].read_text().splitlines()
     files.append(tmp_path / "array.json")
     files[3].write_text(f"[{','.join(lines)}]")
-    datasets: list[JsonlDataset] = []
+    datasets: list[PackedDataset] = []
     for n_workers in (1, 3):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(n_workers)))
         monkeypatch.setattr("lm.data.records.count_workers", lambda _, n=n_workers: n)
-        datasets.append(JsonlDataset(files, load_tokenizer("bytes"), 128, held_out=held_out))
+        datasets.append(pack_files(files, load_tokenizer("bytes"), 128, held_out=held_out))
     one, three = datasets
     assert one.fingerprint() == three.fingerprint()
     assert one.note is not None
@@ -75,7 +76,7 @@ def test_progress_counts_bytes(
 ) -> None:
     monkeypatch.setattr("lm.data.progress.LOG_SECONDS", 0.0)
     path = write_records(tmp_path / "a.jsonl", 2500)
-    JsonlDataset([path], load_tokenizer("bytes"), 128)
+    pack_files([path], load_tokenizer("bytes"), 128)
     last = capsys.readouterr().err.split("\r")[-1]
     size = f"{path.stat().st_size / 1000:.0f}k"
     assert "tokenizing: 100%" in last
@@ -91,7 +92,7 @@ def test_workers_find_the_first_error_of_each_file(
             file.write('\n{"text": 1}\n{"text"')
     monkeypatch.setattr("lm.data.records.count_workers", lambda _: 3)
     with pytest.raises(ConfigError) as caught:
-        JsonlDataset(files, load_tokenizer("bytes"), 128)
+        pack_files(files, load_tokenizer("bytes"), 128)
     rule = "'text' is 1, not text; remove or correct the record"
     assert caught.value.problems == tuple(f"{path}:2501: {rule}" for path in files[1:3])
 

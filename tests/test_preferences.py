@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.json_lines import Record
-from lm.data.jsonl import JsonlDataset
 from lm.data.loader import Loader, PairBatch
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer
@@ -25,6 +24,7 @@ from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
+from tests.support.records import pack_files
 from tests.support.tokenizer_files import byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
@@ -216,17 +216,17 @@ def test_what_is_no_pair_is_refused_with_its_line(name: str, tmp_path: Path) -> 
     record, start = REFUSED[name]
     file = write(tmp_path / "a.jsonl", [READ["texts"][0], record])
     with pytest.raises(ConfigError) as error:
-        JsonlDataset([file], LLAMA, 256, pairs=True)
+        pack_files([file], LLAMA, 256, pairs=True)
     assert str(error.value).startswith(f"{file}:2: {start}")
 
 
 def test_pairs_of_texts_are_counted_as_pairs(tmp_path: Path) -> None:
     record = READ["texts"][0]
     file = write(tmp_path / "a.jsonl", [record, record])
-    note = JsonlDataset([file], LLAMA, 256, pairs=True).note or ""
+    note = pack_files([file], LLAMA, 256, pairs=True).note or ""
     assert "2 pairs as texts, trained without the chat template" in note
     fields = {"user": "prompt", "chosen": "chosen", "rejected": "rejected"}
-    note = JsonlDataset([file], LLAMA, 256, fields, pairs=True).note or ""
+    note = pack_files([file], LLAMA, 256, fields, pairs=True).note or ""
     assert note.startswith("2 pairs in 1 sequence, ")
     assert "chat template" not in note
 
@@ -304,9 +304,9 @@ def test_a_pair_is_packed_and_cut_as_a_whole(
     write(file, [dict(zip(keys, record, strict=True)) for record in records])
     if not expected:
         with pytest.raises(ConfigError, match="max_seq_len"):
-            JsonlDataset([file], BYTES, seq_len, packing=packing, pairs=True)
+            pack_files([file], BYTES, seq_len, packing=packing, pairs=True)
         return
-    samples = JsonlDataset([file], BYTES, seq_len, packing=packing, pairs=True)
+    samples = pack_files([file], BYTES, seq_len, packing=packing, pairs=True)
     found: list[tuple[Any, Any]] = []
     for i in range(len(samples)):
         inputs, targets, document_ids, numbers = samples[i]

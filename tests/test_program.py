@@ -18,8 +18,8 @@ from tests.support.hf import complete_values
 from tests.support.tokenizer_files import byte_level_tokenizer
 
 COMPUTE = {
-    "lm.data.jsonl": """
-from lm.data.jsonl import JsonlDataset
+    "lm.data.records": """
+from lm.data.records import RecordOptions, tokenize_records
 from lm.data.tokenizer.loading import load_tokenizer
 chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
 pair = {"prompt": "Who?", "chosen": "I.", "rejected": "You."}
@@ -29,7 +29,17 @@ Path("template.jinja").write_text(template)
 for record, pairs in ((chat, False), (pair, True)):
     Path("a.jsonl").write_text(json.dumps(record))
     tokenizer = load_tokenizer("tokenizer", "template.jinja")
-    JsonlDataset([Path("a.jsonl")], tokenizer, 128, pairs=pairs)
+    tokenize_records([Path("a.jsonl")], tokenizer, RecordOptions(pairs=pairs))
+""",
+    "lm.data.packing": """
+import numpy as np
+from lm.data.encoder import TokenChunk
+from lm.data.packing import PackedDataset
+from lm.data.token_file import TokenFile, TokenFileWriter
+writer = TokenFileWriter(Path(), "train", 257)
+writer.add(TokenChunk(np.arange(9), np.array([4, 9]), held_out=False, size=9))
+writer.finish(None)
+PackedDataset(TokenFile(Path("train.json")), 8, "", packing=True)
 """,
     "lm.data.text": """
 from lm.data.text import read_text
@@ -74,7 +84,8 @@ print(json.dumps([len(used), [name for name in used if before.get(name) == after
 @pytest.mark.parametrize(
     "module",
     [
-        "lm.data.jsonl",
+        "lm.data.records",
+        "lm.data.packing",
         "lm.data.text",
         pytest.param("lm.hf.examine", marks=pytest.mark.slow),
         pytest.param("lm.flops", marks=pytest.mark.slow),
@@ -100,4 +111,4 @@ def test_change_of_any_module_that_computes_is_another_program(module: str, tmp_
 
 
 def test_module_that_computes_something_else_is_not_in_the_program() -> None:
-    assert "lm.training.optim" not in describe_program("lm.data.jsonl", ())["sources"]
+    assert "lm.training.optim" not in describe_program("lm.data.records", ())["sources"]

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from lm.data.json_lines import Record
-from lm.data.jsonl import JsonlDataset
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer
 from lm.data.run_data import DataConfig
@@ -21,6 +20,7 @@ from lm.data.tokenizer.file_tokenizer import FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
 from tests.support import REPOSITORY
+from tests.support.records import pack_files
 from tests.support.tokenizer_files import llama_tokenizer
 
 TEMPLATE = (
@@ -580,7 +580,7 @@ def test_fields_are_part_of_what_tokens_depend_on(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"a": "to be", "b": "or not"}) + "\n")
     found = [
-        JsonlDataset([file], ByteTokenizer(), 32, {"text": source}).fingerprint()
+        pack_files([file], ByteTokenizer(), 32, {"text": source}).fingerprint()
         for source in ("a", "b", "{a}")
     ]
     assert found[0] != found[1]

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.data.run_data import Data, DataConfig, open_data
+from lm.data.run_data import Data, DataConfig, check_token_files, open_data
 from lm.data.token_file import TokenFile, TokenIndex
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
-from lm.data.windows import WindowDataset, check_token_files, cut_file
+from lm.data.windows import WindowDataset, cut_file
 from lm.errors import ConfigError
 from lm.fileio import crc32c
 from tests.support.tokenizer_files import byte_level_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +54,10 @@ class TokenChunk:
     """whether the ids tell how many bytes of text they are"""
     n_unread_ends: int = 0
     """times that files of text have `END_OF_TEXT`, which is not the tokenizer's end of text"""
+    is_target: NDArray[np.bool_] | None = None
+    """of each token, whether it is learned; None = all are"""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """see `RecordRenderer`"""
 
 
 @dataclass

@@ -1,4 +1,9 @@
-"""Records of JSON Lines as arrays of tokens, tokenized in pieces on all cores."""
+"""Records of JSON Lines as token files, tokenized in pieces on all cores.
+
+A line, or an element of a file that is one JSON array, is an object whose keys are those of
+`lm.data.record_fields`, or named by `fields`. The chat template renders messages and the record's
+`tools`.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,29 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
+from lm.data.encoder import TokenChunk
+from lm.data.files import TOKENIZING_PACKAGES, name_files
+from lm.data.json_lines import RawLine, parse_line, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
 from lm.data.record_fields import RecordFields
-from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
+from lm.data.rendering import RecordRenderer, RenderedRecord, describe_template
+from lm.data.token_file import TRAIN, VALIDATION, TokenFile, TokenFileWriter
+from lm.data.tokenizer.loading import ByteCheck, Tokenizer, describe_tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
 from lm.launch.launch import is_rank0
+from lm.program import describe_program
+from lm.storage.cache import cached, describe_files
 
 _HOLD_OUT_EVERY = 20
 """One of so many lines is for validation, unless there is a file for it."""
-_CHATS_LAST = 1024
-"""Records of a file of which those that are chats come last."""
 _PIECE_BYTES = 1 << 17
 """after which a piece ends; the tokenizer takes 200 bytes for each"""
 
@@ -35,75 +42,104 @@ _PIECE_BYTES = 1 << 17
 class RecordOptions:
     """What the tokens of records depend on besides the tokenizer."""
 
-    seq_len: int
-    fields: Mapping[str, str] | None
+    fields: Mapping[str, str] | None = None
     """the hyperparameter of this name"""
-    completion_only: bool
-    held_out: bool | None
-    """True = only every 20th line, for validation; False = only the others; None = all"""
+    completion_only: bool = False
+    """only completions and the assistant's messages are learned"""
     pairs: bool = False
     """records are preferences, each with a chosen and a rejected reply"""
+    holds_out: bool = False
+    """every 20th line is for validation"""
 
-    def selects(self, number: int) -> bool:
-        """Return whether the line `number` is read."""
-        return self.held_out is None or self.held_out == (number % _HOLD_OUT_EVERY == 0)
+    def is_held_out(self, number: int) -> bool:
+        """Return whether the line `number` is for validation."""
+        return self.holds_out and number % _HOLD_OUT_EVERY == 0
 
 
-class TokenizedDocument(NamedTuple):
+def tokenize_records(
+    files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
+) -> list[TokenFile]:
+    """Return the tokens of all records, computed now or earlier.
+
+    If some are held out, these are a second token file.
+
+    Raises:
+        ConfigError: invalid lines (the first of each file), or none.
+    """
+    facts = {
+        "program": describe_program(__name__, TOKENIZING_PACKAGES),
+        "kind": "records",
+        "files": describe_files(files),
+        "tokenizer": describe_tokenizer(tokenizer),
+        "template": describe_template(tokenizer),
+        "options": asdict(options),
+    }
+    directory = cached(facts, lambda draft: _write(draft, files, tokenizer, options))
+    remedy = f"delete {directory}: it is written again"
+    names = _names(options)
+    return [TokenFile(directory / f"{name}.json", remedy=remedy) for name in names]
+
+
+def _names(options: RecordOptions) -> tuple[str, ...]:
+    if options.holds_out:
+        return (TRAIN, VALIDATION)
+    return (TRAIN,)
+
+
+def _write(
+    directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
+) -> None:
+    _check_first_lines(files, tokenizer, options)
+    with ExitStack() as stack:
+        writers: list[TokenFileWriter] = []
+        for name in _names(options):
+            writer = TokenFileWriter(
+                directory, name, tokenizer.vocab_size, has_mask=True, pairs=options.pairs
+            )
+            writers.append(stack.enter_context(closing(writer)))
+        for chunk in stack.enter_context(closing(_tokenize_files(files, tokenizer, options))):
+            writers[chunk.held_out].add(chunk)
+        n_documents = sum(writer.n_documents for writer in writers)
+        if n_documents == 0:
+            raise ConfigError(f"{name_files(files)}: no samples; add lines")
+        if writers[0].n_documents == 0:
+            problem = "its only sample is held out, as every 20th is, from the first on"
+            raise ConfigError(f"{name_files(files)}: {problem}; add lines, or set val_data")
+        for writer in writers:
+            writer.finish(tokenizer.identity)
+
+
+@dataclass(frozen=True)
+class _Document:
     """The text of a record, or one of the two of a pair: arrays of shape (tokens,)."""
 
     ids: NDArray[np.uint32]
     is_target: NDArray[np.bool_]
-    """whether the token is learned; the first has none before it to be predicted from"""
-
-    @property
-    def needed_length(self) -> int:
-        """The shortest sequence length with a target; 0 = it has none."""
-        positions = np.flatnonzero(self.is_target[1:])
-        if len(positions) == 0:
-            return 0
-        return int(positions[0]) + 1
-
-
-class TokenizedSample(NamedTuple):
-    """A record, truncated to a sequence."""
-
-    documents: Sequence[TokenizedDocument]
-    """one, or of preferences the chosen and the rejected reply, each with the prompt"""
-    full_length: int
-    """tokens before truncation"""
-    turn: int
-    """samples are ordered by it; those of one turn are as they are yielded"""
+    """whether the token is learned"""
 
 
 @dataclass(frozen=True)
-class TokenizedPiece:
+class _TokenizedPiece:
     """Consecutive lines of a file."""
 
     file: Path
     size: int
     """bytes of input"""
-    samples: Sequence[TokenizedSample]
-    dropped: Sequence[int]
-    """of each record without targets: the sequence length that it needs for one; 0 = none"""
-    notes: Counter[str]
-    """see `RecordRenderer`"""
-    has_bytes: bool
-    """whether the ids tell how many bytes of text they are"""
+    chunks: Sequence[TokenChunk]
     error: ConfigError | None
     """that ends the file"""
 
 
-def tokenize_files(
+def _tokenize_files(
     files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
-) -> Generator[TokenizedPiece]:
-    """Yield the samples of all files in order, tokenized on all cores.
+) -> Generator[TokenChunk]:
+    """Yield the tokens of all files in order, tokenized on all cores.
 
     Raises:
         ConfigError: invalid lines, the first of each file.
     """
     errors: dict[Path, ConfigError] = {}
-    pieces = _read_pieces(files, options, errors)
+    pieces = _read_pieces(files, errors)
     tokenize = _PieceTokenizer(tokenizer, options).tokenize
     tokenized = map_in_order(tokenize, pieces, count_workers(total_size(files)))
     progress = bar_of_files("tokenizing", files, "jsonl", hidden=not is_rank0())
@@ -113,16 +149,16 @@ def tokenize_files(
             if piece.error is not None:
                 errors.setdefault(piece.file, piece.error)
             if not errors:
-                yield piece
+                yield from piece.chunks
     raise_together(list(errors.values()))
 
 
-def check_first_lines(files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions) -> None:
+def _check_first_lines(files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions) -> None:
     """Raise ConfigError if the first line of a file is invalid, before all lines are tokenized."""
-    tokenize = _PieceTokenizer(tokenizer, replace(options, held_out=None)).tokenize
+    tokenize = _PieceTokenizer(tokenizer, options).tokenize
     errors: list[ConfigError] = []
     for path in files:
-        piece = _Piece(path, first_line=0, first_record=0)
+        piece = _Piece(path, first_line=0)
         try:
             piece.lines += itertools.islice(read_raw_lines(path), 1)
         except ConfigError as error:
@@ -140,37 +176,40 @@ class _Piece:
     file: Path
     first_line: int
     """its number over all files"""
-    first_record: int
-    """the number of the first selected one; that of a file is a multiple of `_CHATS_LAST`"""
     lines: list[RawLine] = field(default_factory=list)
     size: int = 0
     error: ConfigError | None = None
     """of what follows in the file"""
 
 
-def _read_pieces(
-    files: Sequence[Path], options: RecordOptions, errors: Mapping[Path, ConfigError]
-) -> Iterator[_Piece]:
+def _read_pieces(files: Sequence[Path], errors: Mapping[Path, ConfigError]) -> Iterator[_Piece]:
     """Yield the lines of each file up to an error, which is added to `errors` meanwhile."""
     n_lines = 0
-    n_records = 0
     for path in files:
-        n_records += -n_records % _CHATS_LAST
-        piece = _Piece(path, n_lines, n_records)
+        piece = _Piece(path, n_lines)
         try:
             for line in read_raw_lines(path):
                 piece.lines.append(line)
                 piece.size += line.size
-                n_records += options.selects(n_lines)
                 n_lines += 1
                 if piece.size >= _PIECE_BYTES:
                     yield piece
-                    piece = _Piece(path, n_lines, n_records)
+                    piece = _Piece(path, n_lines)
                 if path in errors:
                     break
         except ConfigError as error:
             piece.error = error
         yield piece
+
+
+@dataclass
+class _RenderedLines:
+    """Records of one split, to be tokenized together."""
+
+    held_out: bool
+    records: list[RenderedRecord] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+    """see `RecordRenderer`"""
 
 
 @dataclass(frozen=True)
@@ -182,51 +221,53 @@ class _PieceTokenizer:
     def _renderer(self) -> RecordRenderer:
         options = self.options
         fields = RecordFields(options.fields, options.pairs)
-        return RecordRenderer(self.tokenizer, fields, options.completion_only)
+        return RecordRenderer(self.tokenizer, fields, options.completion_only or options.pairs)
 
-    def tokenize(self, piece: _Piece) -> TokenizedPiece:
+    def tokenize(self, piece: _Piece) -> _TokenizedPiece:
         error = piece.error
-        samples: list[TokenizedSample] = []
-        dropped: list[int] = []
-        check = ByteCheck()
-        n_documents = 2 if self.options.pairs else 1
+        chunks: list[TokenChunk] = []
         try:
-            records = list(self._renderer.render_lines(self._parse(piece)))
-            for is_chat in (False, True):
-                numbers = [i for i, record in enumerate(records) if record.is_chat is is_chat]
-                batch = [records[i] for i in numbers]
-                tokenized = _tokenize_batch(batch, self.tokenizer, check, are_chats=is_chat)
-                # Of a pair both are chats, or neither, so that they stay next to each other.
-                for i in numbers[::n_documents]:
-                    documents = list(itertools.islice(tokenized, n_documents))
-                    truncated = _truncate(documents, self.options.seq_len)
-                    if not all(document.needed_length for document in truncated):
-                        needed = max(document.needed_length for document in documents)
-                        dropped.append(n_documents * needed)
-                        continue
-                    full_length = sum(len(document.ids) - 1 for document in documents)
-                    number = piece.first_record + i // n_documents
-                    turn = 2 * (number // _CHATS_LAST) + is_chat
-                    samples.append(TokenizedSample(truncated, full_length, turn))
+            chunks = [self._tokenize_lines(lines) for lines in self._render(piece)]
         except ConfigError as raised:
             error = raised
-        notes = self._renderer.notes.copy()
-        self._renderer.notes.clear()
-        return TokenizedPiece(
-            piece.file, piece.size, samples, dropped, notes, check.is_exact, error
-        )
+        return _TokenizedPiece(piece.file, piece.size, chunks, error)
 
-    def _parse(self, piece: _Piece) -> Iterator[Record]:
-        """Yield the selected lines of a piece; the others must be valid, too."""
+    def _render(self, piece: _Piece) -> list[_RenderedLines]:
+        """Return the records of each split that has some."""
+        splits = [_RenderedLines(held_out=False), _RenderedLines(held_out=True)]
+        notes = self._renderer.notes
         for number, raw_line in enumerate(piece.lines, piece.first_line):
             line = parse_line(raw_line, piece.file)
-            if self.options.selects(number):
-                yield line
+            split = splits[self.options.is_held_out(number)]
+            split.records += self._renderer.render_lines([line])
+            split.notes.update(notes)
+            notes.clear()
+        return [split for split in splits if split.records]
+
+    def _tokenize_lines(self, lines: _RenderedLines) -> TokenChunk:
+        """Return the tokens of all records, in their order."""
+        check = ByteCheck()
+        documents: dict[int, _Document] = {}
+        for is_chat in (False, True):
+            numbers = [i for i, record in enumerate(lines.records) if record.is_chat is is_chat]
+            batch = [lines.records[i] for i in numbers]
+            tokenized = _tokenize_batch(batch, self.tokenizer, check, are_chats=is_chat)
+            documents.update(zip(numbers, tokenized, strict=True))
+        in_order = [documents[i] for i in range(len(lines.records))]
+        return TokenChunk(
+            ids=np.concatenate([document.ids for document in in_order]),
+            ends=np.cumsum([len(document.ids) for document in in_order]),
+            held_out=lines.held_out,
+            size=0,
+            has_bytes=check.is_exact,
+            is_target=np.concatenate([document.is_target for document in in_order]),
+            notes=lines.notes,
+        )
 
 
 def _tokenize_batch(
     records: Sequence[RenderedRecord], tokenizer: Tokenizer, check: ByteCheck, *, are_chats: bool
-) -> Iterator[TokenizedDocument]:
+) -> Iterator[_Document]:
     """Yield the tokens of records, all of them chats, or none."""
     texts = [record.text for record in records]
     try:
@@ -245,22 +286,8 @@ def _tokenize_batch(
             for span in record.target_spans:
                 is_target |= (ends > span.start) & (ends <= span.stop)
         if are_chats:
-            yield TokenizedDocument(ids, is_target)
+            yield _Document(ids, is_target)
         else:
             ended = end_text(ids, tokenizer.eos_id)
             # The end of the text is a target, too.
-            yield TokenizedDocument(ended, np.append(is_target[: len(ended) - 1], True))
-
-
-def _truncate(documents: Sequence[TokenizedDocument], seq_len: int) -> list[TokenizedDocument]:
-    """Return documents that fit into a sequence together.
-
-    Those of a pair are cut at the same length, so that none is preferred for it.
-    """
-    limit = seq_len
-    if len(documents) > 1:
-        shorter = min(len(document.ids) - 1 for document in documents)
-        limit = max(seq_len // 2, seq_len - shorter)
-    # The target of position i is token i + 1.
-    stop = limit + 1
-    return [TokenizedDocument(each.ids[:stop], each.is_target[:stop]) for each in documents]
+            yield _Document(ended, np.append(is_target[: len(ended) - 1], True))

@@ -29,8 +29,7 @@ from lm.data.messages import (
 from lm.data.record_fields import RecordFields, check_text
 from lm.data.tokenizer.loading import Tokenizer
 from lm.data.unwritten import find_unwritten
-from lm.errors import ConfigError, limit_problems
-from lm.units import format_count
+from lm.errors import ConfigError
 
 _EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 """The opening tag may be in the prompt."""
@@ -356,15 +355,6 @@ def describe_template(tokenizer: Tokenizer) -> dict[str, Any]:
         date = tokenizer.date or datetime.date.today()
         described["date"] = date.isoformat()
     return described
-
-
-def describe_notes(notes: Mapping[str, int]) -> list[str]:
-    """Return a line on each way in which records were read otherwise than they are."""
-    lines: list[str] = []
-    for what, n in notes.items():
-        noun, _, rest = what.partition(" ")
-        lines.append(f"{format_count(n, noun)} {rest}")
-    return limit_problems(lines)
 
 
 def _explain_no_reply(chat: Chat) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from lm.data import files, stream
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, ValidationSet, set_key
 from lm.data.documents import format_of
-from lm.data.jsonl import JsonlDataset
+from lm.data.packing import PackedDataset
+from lm.data.records import RecordOptions, tokenize_records
 from lm.data.sampler import SampledSource
 from lm.data.stream import StreamedSource
 from lm.data.text import hash_tokens, read_text
@@ -163,6 +164,24 @@ def _check_no_token_files(config: DataConfig) -> None:
         if path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists():
             problem = f"{key}: {where} has token files of python -m lm.prepare"
             raise ConfigError(f"{problem}; set dataset: tokens")
+
+
+def check_token_files(datasets: Iterable[Dataset]) -> None:
+    """Compare each token file in `datasets` with its checksums and with the model's ids.
+
+    Raises:
+        ConfigError: a file is damaged or cannot be read, or holds an id that the model lacks.
+    """
+    for dataset in datasets:
+        if not isinstance(dataset, WindowDataset | PackedDataset):
+            continue
+        tokens = dataset.tokens
+        if not isinstance(tokens, TokenFile):
+            continue
+        tokens.verify()
+        if tokens.may_exceed:
+            for i in range(len(dataset)):
+                _ = dataset[i]
 
 
 def _too_few(
@@ -341,8 +360,12 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
     def open_file(path: Path) -> TokenFile:
         return TokenFile(path, vocab_size, with_ends=not config.attend_across_documents)
 
-    def cut(key: str, file: TokenFile) -> WindowDataset:
-        dataset = cut_file(file, seq_len, file.fingerprint())
+    def cut(key: str, file: TokenFile) -> Dataset:
+        if file.has_mask:
+            with error_prefix(key):
+                dataset = PackedDataset(file, seq_len, str(file.path), packing=config.packing)
+        else:
+            dataset = cut_file(file, seq_len, file.fingerprint())
         if len(dataset) == 0:
             raise _too_few(config, f"{key}: {file.path}", 0, seq_len, 1)
         if file.index.tokenizer != first.index.tokenizer:
@@ -434,29 +457,32 @@ def _open_jsonl(
         code = f"datasets.load_dataset({where!r}, split='train').to_json('chat.jsonl')"
         raise ConfigError(f"{problem}; write its records to a file, in Python: {code}")
 
-    def read(where: str, key: str, held_out: bool | None) -> JsonlDataset:
+    def read(where: str, key: str, *, holds_out: bool) -> list[PackedDataset]:
         found = files.find_files(where, key)
-        only = config.loss_on == "completion"
         saved = files.find_saved_dataset(found)
         if saved is not None:
             code = f"datasets.load_from_disk({str(saved)!r}).to_json('chat.jsonl')"
             problem = f"{key}: {where}: a directory of save_to_disk has Arrow tables"
             raise ConfigError(f"{problem}; write their records to a file, in Python: {code}")
+        completion_only = config.loss_on == "completion"
+        options = RecordOptions(config.fields, completion_only, pairs, holds_out)
         with error_prefix(key):
-            return JsonlDataset(
-                found, tokenizer, seq_len, config.fields, only, config.packing, held_out, pairs
-            )
+            token_files = tokenize_records(found, tokenizer, options)
+            name = files.name_files(found)
+            return [
+                PackedDataset(tokens, seq_len, name, packing=config.packing)
+                for tokens in token_files
+            ]
 
     if config.val_data is None:
-        validation = [ValidationSet(None, read(where, "train_data", held_out=True))]
-        train = read(where, "train_data", held_out=False)
-    else:
-        validation = [
-            ValidationSet(name, read(path, set_key(name), held_out=None))
-            for name, path in config.named_val_data.items()
-        ]
-        train = read(where, "train_data", held_out=None)
-    return _OpenedDatasets([train], validation, tokenizer)
+        train, held_out = read(where, "train_data", holds_out=True)
+        return _OpenedDatasets([train], [ValidationSet(None, held_out)], tokenizer)
+    validation: list[ValidationSet] = []
+    for name, path in config.named_val_data.items():
+        (dataset,) = read(path, set_key(name), holds_out=False)
+        validation.append(ValidationSet(name, dataset))
+    train = read(where, "train_data", holds_out=False)
+    return _OpenedDatasets(train, validation, tokenizer)
 
 
 def _open_stream(

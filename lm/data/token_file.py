@@ -1,18 +1,21 @@
-"""Token files: the ids of documents, and where each document ends.
+"""Token files: the ids of documents, where each ends, and which tokens are learned.
 
     NAME.bin    the ids of all documents, concatenated: little-endian uint16, or uint32 if the
                 vocabulary needs it
     NAME.ends   uint64: the position after the last token of each document in NAME.bin (tokens)
-    NAME.json   `TokenIndex`: what both contain, their sources, and their checksums
+    NAME.mask   of records: a bit for each token, from the lowest of each byte on, 1 = it is learned
+    NAME.json   `TokenIndex`: what these contain, their sources, and their checksums
 
-The cache of a run has one for the text in each of its folders; `lm.prepare` writes train and
-validation.
+A text is a document, so is a chat. A pair is two, each the prompt with a reply, the chosen one
+first. Documents are whole: no length of a sequence cuts them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,8 +43,8 @@ from lm.units import format_count
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
-_SPLIT_FILES = ("train.bin", "train.ends", "train.json")
-_SPLIT_FILES += ("validation.bin", "validation.ends", "validation.json")
+_SUFFIXES = (".bin", ".ends", ".mask", ".json")
+_SPLIT_FILES = {f"{split}{suffix}" for split in SPLITS for suffix in _SUFFIXES}
 OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES}
 _REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
 _WRITE_AGAIN = "write it again with python -m lm.prepare"
@@ -56,7 +59,7 @@ class SourceRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 class TokenIndex(BaseModel, frozen=True, extra="forbid"):
-    """Contents of NAME.json: description of NAME.bin and NAME.ends."""
+    """Contents of NAME.json: description of the other files."""
 
     format: Literal[1]
     tokenizer: str | None = Field(description="identity of the tokenizer; null = unknown")
@@ -68,11 +71,18 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     )
     crc32c: int = Field(ge=0, lt=2**32, description="of NAME.bin")
     ends_crc32c: int = Field(ge=0, lt=2**32, description="of NAME.ends")
+    mask_crc32c: int | None = Field(
+        None, ge=0, lt=2**32, description="of NAME.mask; null = there is none, all is learned"
+    )
+    pairs: bool = Field(False, description="documents are the replies of pairs")
     has_bytes: bool = Field(
         True, description="the ids tell how many bytes of text they are, if the tokenizer is known"
     )
     unread_ends: int = Field(
         0, ge=0, description="<|endoftext|> in the text that is not the tokenizer's end of text"
+    )
+    notes: dict[str, int] = Field(
+        default_factory=dict, description="how many records were read otherwise than they are"
     )
     sources: list[SourceRecord]
     options: dict[str, str | int | float | None] = Field(
@@ -114,7 +124,7 @@ class TokenFile:
     Args:
         path: NAME.json.
         vocab_size: exclusive upper bound of the ids that may be read; None = all may.
-        with_ends: open NAME.ends, too.
+        with_ends: open NAME.ends, too; it is of a file with a mask.
         remedy: what to do if the files are damaged.
     """
 
@@ -128,13 +138,17 @@ class TokenFile:
     ) -> None:
         self.index = read_index(path)
         self.path = path.with_suffix(".bin")
+        self.has_mask = self.index.mask_crc32c is not None
+        """whether it says which tokens are learned"""
         self._remedy = remedy
         self.ends: NDArray[np.int64] | None = None
         """the position after the last token of each document"""
-        if with_ends:
+        if with_ends or self.has_mask:
             self.ends = self._open_ends()
-        self._file = open_regular(self.path)
-        weakref.finalize(self, os.close, self._file)
+        self._file = self._open(self.path)
+        self._mask: int | None = None
+        if self.has_mask:
+            self._mask = self._open(self.path.with_suffix(".mask"))
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self._vocab_size = vocab_size
 
@@ -164,8 +178,36 @@ class TokenFile:
         """Whether it may have ids that may not be read."""
         return self._vocab_size is not None and self.index.vocab_size > self._vocab_size
 
+    def is_target(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return whether the tokens from `start` to `stop` are learned."""
+        if self._mask is None:
+            return np.full(stop - start, True)
+        first_byte = start // 8
+        n_bytes = math.ceil(stop / 8) - first_byte
+        content = os.pread(self._mask, n_bytes, first_byte)
+        if len(content) < n_bytes:
+            path = self.path.with_suffix(".mask")
+            problem = f"ends at byte {first_byte + len(content)}: it was truncated during the run"
+            raise ConfigError(f"{path}: {problem}", rank_local=True)
+        bits = np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little").view(np.bool_)
+        offset = start % 8
+        return bits[offset : offset + stop - start]
+
     def fingerprint(self) -> str:
-        return f"{self.index.tokens} tokens, crc32c {self.index.crc32c:08x}"
+        """Return what identifies the tokens, and their documents if some are not learned."""
+        index = self.index
+        fingerprint = f"{index.tokens} tokens, crc32c {index.crc32c:08x}"
+        if index.mask_crc32c is None:
+            return fingerprint
+        return f"{fingerprint}, ends {index.ends_crc32c:08x}, mask {index.mask_crc32c:08x}"
+
+    def _open(self, path: Path) -> int:
+        try:
+            file = open_regular(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; {self._remedy}") from None
+        weakref.finalize(self, os.close, file)
+        return file
 
     def _open_ends(self) -> NDArray[np.int64]:
         """Map NAME.ends; its checksum is compared with that of NAME.bin."""
@@ -193,6 +235,8 @@ class TokenFile:
         self._verify(self.path, self.index.crc32c)
         if self.ends is not None:
             self._verify(self.path.with_suffix(".ends"), self.index.ends_crc32c)
+        if self.index.mask_crc32c is not None:
+            self._verify(self.path.with_suffix(".mask"), self.index.mask_crc32c)
 
     def _verify(self, path: Path, expected: int) -> None:
         try:
@@ -219,33 +263,61 @@ class _DraftFile:
 
 
 class TokenFileWriter:
-    """Writer of the token file `name` in `directory`, which is complete with its index."""
+    """Writer of the token file `name` in `directory`, which is complete with its index.
 
-    def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
+    Args:
+        has_mask: chunks say which tokens are learned.
+        pairs: documents are the replies of pairs.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        vocab_size: int,
+        *,
+        has_mask: bool = False,
+        pairs: bool = False,
+    ) -> None:
         self.name = name
         self._directory = directory
         self._vocab_size = vocab_size
+        self._pairs = pairs
         self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
         self._ids = _DraftFile(directory / f"{name}.bin")
         self._ends = _DraftFile(directory / f"{name}.ends")
+        self._mask: _DraftFile | None = None
+        if has_mask:
+            self._mask = _DraftFile(directory / f"{name}.mask")
+        self._bits = np.empty(0, np.bool_)
+        """of the mask, which do not fill a byte yet"""
         self.n_tokens = 0
         self.n_documents = 0
         self._has_bytes = True
         self._n_unread_ends = 0
+        self._notes: Counter[str] = Counter()
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
         little_endian = np.dtype(self._dtype).newbyteorder("<")
         self._ids.write(chunk.ids.astype(little_endian, copy=False))
         self._ends.write((chunk.ends + self.n_tokens).astype("<u8"))
+        if chunk.is_target is not None:
+            assert self._mask is not None
+            bits = np.concatenate([self._bits, chunk.is_target])
+            n_written = len(bits) // 8 * 8
+            self._mask.write(np.packbits(bits[:n_written], bitorder="little"))
+            self._bits = bits[n_written:]
         self.n_tokens += len(chunk.ids)
         self.n_documents += len(chunk.ends)
         self._has_bytes = self._has_bytes and chunk.has_bytes
         self._n_unread_ends += chunk.n_unread_ends
+        self._notes.update(chunk.notes)
 
     def close(self) -> None:
-        self._ids.file.close()
-        self._ends.file.close()
+        for draft in (self._ids, self._ends, self._mask):
+            if draft is not None:
+                draft.file.close()
 
     def finish(
         self,
@@ -254,6 +326,11 @@ class TokenFileWriter:
         options: Mapping[str, Any] | None = None,
     ) -> TokenIndex:
         """Write and return the index."""
+        mask_crc32c: int | None = None
+        if self._mask is not None:
+            self._mask.write(np.packbits(self._bits, bitorder="little"))
+            mask_crc32c = self._mask.crc32c
+            sync(self._mask.file)
         sync(self._ids.file)
         sync(self._ends.file)
         self.close()
@@ -266,8 +343,11 @@ class TokenFileWriter:
             dtype=self._dtype,
             crc32c=self._ids.crc32c,
             ends_crc32c=self._ends.crc32c,
+            mask_crc32c=mask_crc32c,
+            pairs=self._pairs,
             has_bytes=self._has_bytes,
             unread_ends=self._n_unread_ends,
+            notes=self._notes,
             sources=list(sources),
             options=dict(options or {}),
         )
@@ -308,7 +388,10 @@ def verify_dataset(directory: Path) -> list[str]:
             continue
         index = read_index(path)
         lines.append(f"{describe_split(path, index)}: verified")
-        for suffix, expected in ((".bin", index.crc32c), (".ends", index.ends_crc32c)):
+        checksums = {".bin": index.crc32c, ".ends": index.ends_crc32c}
+        if index.mask_crc32c is not None:
+            checksums[".mask"] = index.mask_crc32c
+        for suffix, expected in checksums.items():
             file = path.with_suffix(suffix)
             if not file.exists():
                 problems.append(f"{file}: is missing; {_REWRITE}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -104,18 +103,3 @@ def cut_file(
 ) -> WindowDataset:
     """Return the windows of a token file, of separate documents if their ends are open."""
     return WindowDataset(file, seq_len, file.ends, file.index.has_bytes, identity, start, stop)
-
-
-def check_token_files(datasets: Iterable[Dataset]) -> None:
-    """Compare each token file in `datasets` with its checksums and with the model's ids.
-
-    Raises:
-        ConfigError: a file is damaged or cannot be read, or holds an id that the model lacks.
-    """
-    for dataset in datasets:
-        if not isinstance(dataset, WindowDataset) or not isinstance(dataset.tokens, TokenFile):
-            continue
-        dataset.tokens.verify()
-        if dataset.tokens.may_exceed:
-            for i in range(len(dataset)):
-                _ = dataset[i]

@@ -1,0 +1,303 @@
+"""Documents of token files as sequences: packed, or one sample in each.
+
+A sample is a document, or the two of a pair. Packed, a sequence holds several samples, each in one
+piece, and attention stays inside each; the rest of a sequence is padding. Samples longer than a
+sequence are truncated, those without targets dropped. With `a b c d .` and `e f .`, of which `c`,
+`d`, `f` and both ends are learned, a sequence of 8 tokens is
+
+    inputs          a b c d e f 0 0
+    targets         - c d . f . - -
+    document_ids    0 0 0 0 1 1 2 2
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm.data.dataset import Dataset, Sample
+from lm.data.token_file import TokenFile
+from lm.errors import ConfigError, limit_problems
+from lm.model_config import IGNORE_INDEX
+from lm.program import describe_program
+from lm.storage.cache import cached
+from lm.units import format_count
+
+_MASK_AT_ONCE = 1 << 20
+"""tokens whose mask is read, and more if a document is longer"""
+_COUNTS = "counts.json"
+_DOCUMENT = np.dtype(
+    [
+        ("start", np.int64),  # its first token in the token file
+        ("n_inputs", np.int64),  # all tokens but the last
+        ("length", np.int64),  # of these, what fits into a sequence
+        ("needed_length", np.int64),  # with which it has a target; 0 = it has none
+        ("n_targets", np.int64),  # in what fits
+    ]
+)
+
+
+class PackedDataset(Dataset):
+    """Samples of a token file.
+
+    Args:
+        where: what the file was made from, for errors.
+        packing: False = one sample in a sequence.
+
+    Raises:
+        ConfigError: no sample has a target.
+    """
+
+    def __init__(self, tokens: TokenFile, seq_len: int, where: str, *, packing: bool) -> None:
+        facts = {
+            "program": describe_program(__name__, ("numpy",)),
+            "kind": "packing",
+            "tokens": tokens.fingerprint(),
+            "pairs": tokens.index.pairs,
+            "seq_len": seq_len,
+            "packing": packing,
+        }
+        directory = cached(facts, lambda draft: _write(draft, tokens, seq_len, where, packing))
+        counts = _Counts(**json.loads((directory / _COUNTS).read_text()))
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.note = _describe(counts, tokens, seq_len)
+        self.has_bytes = tokens.index.has_bytes
+        self._order = _Order.load(directory)
+        self._has_documents = packing
+        if tokens.index.pairs:
+            self._has_documents = True
+            self.has_bytes = False  # of a preference
+            self.n_replies = len(self._order.starts)
+        size = f"{counts.n_samples} samples in {counts.n_sequences} sequences of {seq_len}"
+        self._fingerprint = f"{size}: {tokens.fingerprint()}"
+
+    def __len__(self) -> int:
+        return len(self._order.term_counts)
+
+    def __getitem__(self, index: int) -> Sample:
+        order = self._order
+        first, last = order.first_documents[index : index + 2].tolist()
+        inputs = np.zeros(self.seq_len, np.int64)
+        targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
+        document_ids = np.full(self.seq_len, last - first)  # padding is one more document
+        position = 0
+        for number in range(first, last):
+            start = int(order.starts[number])
+            length = int(order.lengths[number])
+            ids = self.tokens[start : start + length + 1]
+            is_target = self.tokens.is_target(start + 1, start + length + 1)
+            here = slice(position, position + length)
+            inputs[here] = ids[:-1]
+            targets[here] = np.where(is_target, ids[1:], IGNORE_INDEX)
+            document_ids[here] = number - first
+            position += length
+        if not self._has_documents:
+            return Sample(inputs, targets)
+        if self.n_replies == 0:
+            return Sample(inputs, targets, document_ids)
+        return Sample(inputs, targets, document_ids, self.first_reply + np.arange(first, last))
+
+    def count_terms(self, index: int) -> int:
+        return int(self._order.term_counts[index])
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+# ---- the order of documents, computed once
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The documents of all sequences, one after the other."""
+
+    starts: NDArray[np.int64]
+    """of each document: its first token in the token file"""
+    lengths: NDArray[np.int64]
+    """of each document: its inputs"""
+    first_documents: NDArray[np.int64]
+    """of each sequence: its first document; and at the end the number of documents"""
+    term_counts: NDArray[np.int64]
+    """of each sequence: its targets, or pairs"""
+
+    def save(self, directory: Path) -> None:
+        for name, values in vars(self).items():
+            np.save(directory / name, values)
+
+    @classmethod
+    def load(cls, directory: Path) -> _Order:
+        names = [field.name for field in fields(cls)]
+        return cls(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in names))
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What is said of the samples."""
+
+    n_samples: int
+    n_sequences: int
+    n_tokens: int
+    n_full_tokens: int
+    """before truncation"""
+    n_truncated: int
+    n_dropped: int
+
+
+def _write(directory: Path, tokens: TokenFile, seq_len: int, where: str, packing: bool) -> None:
+    documents = _cut_documents(tokens, seq_len)
+    samples = documents.reshape(-1, 2 if tokens.index.pairs else 1)
+    needed = samples["needed_length"]
+    has_targets = ((needed > 0) & (needed <= samples["length"])).all(axis=1)
+    if not has_targets.any():
+        raise ConfigError(f"{where}: {_why_no_samples(documents, samples, seq_len)}")
+    samples = samples[has_targets]
+    lengths = samples["length"].sum(axis=1)
+    full_lengths = samples["n_inputs"].sum(axis=1)
+    sequences = np.arange(len(samples))
+    if packing:
+        sequences = pack_best_fit(lengths, seq_len)
+    _order_samples(samples, sequences).save(directory)
+    counts = _Counts(
+        n_samples=len(samples),
+        n_sequences=len(np.unique(sequences)),
+        n_tokens=int(lengths.sum()),
+        n_full_tokens=int(full_lengths.sum()),
+        n_truncated=int((full_lengths > lengths).sum()),
+        n_dropped=int((~has_targets).sum()),
+    )
+    (directory / _COUNTS).write_text(json.dumps(asdict(counts)))
+
+
+def _cut_documents(tokens: TokenFile, seq_len: int) -> NDArray[Any]:
+    """Return a `_DOCUMENT` for each document of a token file, cut to a sequence.
+
+    Those of a pair fit into a sequence together, and are cut at the same length, so that none is
+    preferred for it.
+    """
+    ends = np.asarray(tokens.ends)
+    documents = np.zeros(len(ends), _DOCUMENT)
+    documents["start"][1:] = ends[:-1]
+    n_inputs = np.maximum(ends - documents["start"] - 1, 0)
+    limits = np.full(len(ends), seq_len)
+    if tokens.index.pairs:
+        shorter = n_inputs.reshape(-1, 2).min(axis=1)
+        limits = np.repeat(np.maximum(seq_len // 2, seq_len - shorter), 2)
+    documents["n_inputs"] = n_inputs
+    documents["length"] = np.minimum(n_inputs, limits)
+    first = 0
+    while first < len(ends):
+        start = documents["start"][first]
+        last = max(first + 1, int(np.searchsorted(ends, start + _MASK_AT_ONCE, side="right")))
+        _find_targets(documents[first:last], tokens, int(start), int(ends[last - 1]))
+        first = last
+    return documents
+
+
+def _find_targets(documents: NDArray[Any], tokens: TokenFile, start: int, stop: int) -> None:
+    """Set what consecutive documents, the tokens from `start` to `stop`, say of their targets."""
+    targets = start + np.flatnonzero(tokens.is_target(start, stop))  # their positions, sorted
+    targets = np.append(targets, stop)
+    second = documents["start"] + 1  # the first has no token before it to be predicted from
+    first_target = np.searchsorted(targets, second)
+    needed_length = targets[first_target] - documents["start"]
+    has_targets = needed_length <= documents["n_inputs"]
+    documents["needed_length"] = np.where(has_targets, needed_length, 0)
+    after_last = np.searchsorted(targets, second + documents["length"])
+    documents["n_targets"] = after_last - first_target
+
+
+def _order_samples(samples: NDArray[Any], sequences: NDArray[np.int64]) -> _Order:
+    """Return the documents of `samples`, `_DOCUMENT` of shape (samples, 1 or 2), by sequence."""
+    order = np.argsort(sequences, kind="stable")
+    is_first = np.diff(sequences[order], prepend=-1) > 0
+    first_samples = np.flatnonzero(is_first)
+    samples = samples[order]
+    n_samples, n_documents = samples.shape
+    n_terms = samples["n_targets"].sum(axis=1)
+    if n_documents == 2:
+        n_terms = np.ones(n_samples, np.int64)  # a pair
+    return _Order(
+        starts=samples["start"].ravel(),
+        lengths=samples["length"].ravel(),
+        first_documents=n_documents * np.append(first_samples, n_samples),
+        term_counts=np.add.reduceat(n_terms, first_samples),
+    )
+
+
+def _describe(counts: _Counts, tokens: TokenFile, seq_len: int) -> str:
+    """Return a line on the samples, on what was truncated and dropped, and on what was read."""
+    padding = 1 - counts.n_tokens / (counts.n_sequences * seq_len)
+    samples = format_count(counts.n_samples, "pair" if tokens.index.pairs else "sample")
+    sequences = format_count(counts.n_sequences, "sequence")
+    note = f"{samples} in {sequences}, {100 * padding:.1f} % padding"
+    if counts.n_truncated > 0:
+        lost = 1 - counts.n_tokens / counts.n_full_tokens
+        note += f"; {counts.n_truncated:,} truncated to max_seq_len {seq_len}"
+        note += f", {100 * lost:.1f} % of the tokens dropped"
+    if counts.n_dropped > 0:
+        note += f"; {counts.n_dropped:,} more dropped"
+        note += f", without targets within max_seq_len {seq_len}"
+    return "; ".join([note, *_describe_notes(tokens.index.notes)])
+
+
+def _describe_notes(notes: Mapping[str, int]) -> list[str]:
+    """Return a line on each way in which records were read otherwise than they are."""
+    lines: list[str] = []
+    for what, n in notes.items():
+        noun, _, rest = what.partition(" ")
+        lines.append(f"{format_count(n, noun)} {rest}")
+    return limit_problems(lines)
+
+
+def _why_no_samples(documents: NDArray[Any], samples: NDArray[Any], seq_len: int) -> str:
+    """Return the problem of samples of which none has targets."""
+    n_documents = samples.shape[1]
+    needed_length = n_documents * samples["needed_length"].max(axis=1).max()
+    if needed_length > 0:
+        return f"max_seq_len {seq_len} cuts off all targets; use {needed_length} or more"
+    if (documents["n_inputs"] > 0).any():
+        return "no line has targets; add completions, or set loss_on: all"
+    return "no line has two tokens, one to predict from the other; add text"
+
+
+def pack_best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
+    """Return the sequence of each sample, by the best-fit decreasing algorithm of bin packing.
+
+    The longest samples are placed first, each into the sequence with the least space left in which
+    it fits, or into a new one. A sequence is numbered by the first of its samples in the order of
+    the files, so that sequences keep this order.
+
+    Args:
+        lengths: tokens of each sample, from 1 to `seq_len`.
+    """
+    sequences = np.empty(len(lengths), np.int64)  # of each sample, numbered by the longest in it
+    by_space: list[list[int]] = [
+        [] for _ in range(seq_len + 1)
+    ]  # sequences with so much space left
+    spaces: list[int] = []  # those of which there is a sequence, sorted
+    longest_first = np.argsort(-lengths, kind="stable")
+    for sample, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        least = bisect_left(spaces, length)
+        if least < len(spaces):
+            space = spaces[least]
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[least]
+        else:
+            space = seq_len
+            sequence = sample
+        sequences[sample] = sequence
+        space_left = space - length
+        if not by_space[space_left]:
+            insort(spaces, space_left)
+        by_space[space_left].append(sequence)
+    _, first_samples, numbers = np.unique(sequences, return_index=True, return_inverse=True)
+    return first_samples[numbers]
