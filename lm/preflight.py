@@ -371,13 +371,17 @@ def preflight(
         model.max_seq_len,
         batch_size,
         seed,
+        world.rank,
+        world.size,
         date=date,
         pairs=hp.objective.of_pairs,
     )
+    data: Data | None = None
     if hp.data.dataset in TOKENIZED_ONCE:
-        world.run_in_thread_on_each_node(open_run_data)
+        data = world.run_in_thread_on_each_node(open_run_data)
     with world.all_or_none():
-        data = open_run_data(world.rank, world.size)
+        if data is None:
+            data = open_run_data()
     world.run_in_thread_on_each_node(check_token_files, data.datasets)
     with world.all_or_none():
         max_steps = _find_length(hp, data, batch_size)

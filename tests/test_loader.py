@@ -21,7 +21,9 @@ from tokenizers.models import Unigram, WordPiece
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
 
-from lm import prepare
+from lm import preflight, prepare
+from lm.checkpoint.store import LocalCheckpoints
+from lm.config.reading import read_hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.dataset import Dataset, ValidationSet, validation_metric_names
 from lm.data.loader import Batch, Loader
@@ -30,7 +32,8 @@ from lm.data.sampler import SampledSource
 from lm.data.windows import WindowDataset
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
-from tests.support.hyperparameters import named_keys
+from tests.support.hyperparameters import TINY, named_keys
+from tests.support.ranks import in_world
 from tests.support.tokenizer_files import byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
 
 CPU = torch.device("cpu")
@@ -184,6 +187,23 @@ def test_synthetic_samples_are_ten_fixed_batches() -> None:
 
 
 # ---- text
+
+
+def test_run_opens_its_data_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_opened = 0
+
+    def count(*arguments: Any, **options: Any) -> Data:
+        nonlocal n_opened
+        n_opened += 1
+        return open_data(*arguments, **options)
+
+    monkeypatch.setattr(preflight, "open_data", count)
+    (tmp_path / "a.txt").write_text("a short text " * 50)
+    keys = {"dataset": "text", "train_data": str(tmp_path), "vocab_size": 257, "max_steps": 1}
+    hp = read_hyperparameters({"hyperparameters": TINY | keys}, [], "test")
+    store = LocalCheckpoints(tmp_path / "checkpoints")
+    in_world(lambda world: preflight.preflight(hp, None, world, None, None, store))
+    assert n_opened == 1
 
 
 def open_text(

@@ -307,6 +307,7 @@ def use_collectives(world: World) -> dict[str, Any]:
             lambda: world.on_rank0(lambda: ran_on.append(world.rank) or f"by {world.rank}")
         ),
         "on rank 0: refused": outcome(lambda: world.on_rank0(fail)),
+        "on each node": world.run_in_thread_on_each_node(lambda: f"by {world.rank}"),
         "in threads": outcome(lambda: world.run_in_thread(fail_while_0_waits)),
         "ran on": ran_on,
     }
@@ -325,6 +326,11 @@ def outcomes() -> Outcomes:
 def test_all_gather_object(outcomes: Outcomes) -> None:
     gathered = [("rank", 0), ("rank", 1), ("rank", 2)]
     assert [rank["gathered"] for rank in outcomes] == [gathered] * 3
+
+
+@pytest.mark.slow
+def test_call_on_each_node_returns_its_result_there(outcomes: Outcomes) -> None:
+    assert [rank["on each node"] for rank in outcomes] == ["by 0", None, None]
 
 
 @pytest.mark.slow

@@ -50,9 +50,8 @@ def find_base(source: str, world: World) -> Base:
         ConfigError: it is no Hugging Face model or checkpoint, or a checkpoint of adapters.
         CheckpointError: the checkpoint is incomplete or damaged.
     """
-    world.run_in_thread(_find_base_directory, source)  # which can download for long
+    directory = world.run_in_thread(_find_base_directory, source)  # which can download for long
     with world.all_or_none():
-        directory = _find_base_directory(source)
         own_share = compute_checksums(directory, world.rank, world.size)
     files: dict[str, FileRecord] = {}
     for share in world.all_gather_object(own_share):

@@ -353,11 +353,10 @@ def load_into(
         RunError: see `read_directory`.
     """
     started = time.monotonic()
-    world.run_in_thread(find_source, source)  # which can download for long
+    directory = world.run_in_thread(find_source, source)  # which can download for long
     opened: ClassWeights | None = None
     notes: Sequence[str] = ()
     with world.all_or_none():
-        directory = find_source(source)
         if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
             opened = open_weights(directory)
             if to_be_exported:

@@ -236,10 +236,14 @@ class World:
         return self._run_in_thread(self.rank == 0, function, *args, **kwargs)
 
     def run_in_thread_on_each_node(
-        self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call `function` on one rank of each node; it may take longer than `timeout`."""
-        self._run_in_thread(self.launch.local_rank == 0, function, *args, **kwargs)
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Call `function` on one rank of each node; it may take longer than `timeout`.
+
+        Returns:
+            Its result on that rank, None on others.
+        """
+        return self._run_in_thread(self.launch.local_rank == 0, function, *args, **kwargs)
 
     def _run_in_thread(
         self, here: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
