@@ -58,6 +58,16 @@ OfRope = Annotated[T, Needs("positions", ("rope",))]
 VocabSize = Annotated[int, Field(gt=1, le=2**24)]
 
 
+class LinearLayers(BaseModel, frozen=True, extra="forbid"):
+    """Linear layers of the blocks that have one name and one shape."""
+
+    kind: str
+    """the last part of their names, e.g. "q_proj\""""
+    out: int = Field(gt=0)
+    inner: int = Field(gt=0)
+    count: int = Field(gt=0)
+
+
 class ModelConfig(Config, frozen=True):
     """Hyperparameters of the architecture. `model` names a preset for the keys that are not set."""
 
@@ -383,6 +393,14 @@ class ModelConfig(Config, frozen=True):
             shapes |= {"shared_gate_proj": (width, d), "shared_up_proj": (width, d)}
             shapes["shared_down_proj"] = (d, width)
         return shapes
+
+    @property
+    def linear_layers(self) -> list[LinearLayers]:
+        """The linear layers of all blocks, without those of experts."""
+        layers: list[LinearLayers] = []
+        for kind, (out, inner) in self.layer_shapes.items():
+            layers.append(LinearLayers(kind=kind, out=out, inner=inner, count=self.n_layers))
+        return layers
 
     @property
     def ffn_shapes(self) -> dict[str, tuple[int, int]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
 from lm.fields import Config, Fixed, Logged
-from lm.model_config import ModelConfig, VocabSize
+from lm.model_config import LinearLayers, ModelConfig, VocabSize
 
 PackedBy = Literal["position_ids", "attention_mask", "seq_idx"]
 """Ways of telling a class which tokens of a row are of one document, by the argument that each adds
@@ -59,16 +59,6 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """what was found of each property that does not hold"""
 
 
-class LinearLayers(BaseModel, frozen=True, extra="forbid"):
-    """Linear layers of the blocks that have one name and one shape."""
-
-    kind: str
-    """the last part of their names, e.g. "q_proj\""""
-    out: int = Field(gt=0)
-    inner: int = Field(gt=0)
-    count: int = Field(gt=0)
-
-
 _RANDOM = ("drop", "jitter")
 """parts of the names of rates of random changes in training"""
 
@@ -106,6 +96,9 @@ class TransformersConfig(Config, frozen=True):
     max_seq_len: Fixed[int] = Field(gt=0, le=2**24)
     n_parameters: Fixed[int] = Field(gt=0)
     linear_layers: Fixed[list[LinearLayers]] = Field(description="of the blocks")
+
+    n_experts: ClassVar[None] = None
+    """A class routes tokens to its experts itself; this project's mixtures are `ModelConfig`s."""
 
     @property
     def model_type(self) -> str:

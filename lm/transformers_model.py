@@ -33,10 +33,9 @@ from lm import transformers_private
 from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.launch.requirements import requires
-from lm.model_config import MAX_LAYERS, MAX_SIZE
+from lm.model_config import MAX_LAYERS, MAX_SIZE, LinearLayers
 from lm.transformers_config import (
     AnyModelConfig,
-    LinearLayers,
     TransformersConfig,
     set_random_rates,
 )
@@ -73,6 +72,9 @@ class TransformersModel(nn.Module):
     Args:
         dropout: False = without dropout and other random changes in training.
     """
+
+    router_bias: None = None
+    """see `Transformer`; experts of a class have their own"""
 
     def __init__(self, config: TransformersConfig, *, dropout: bool = True) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from lm.fields import need_of
 from lm.model_config import ModelConfig
 from lm.training import config as training
 from lm.training.config import TransferConfig
-from lm.transformers_config import TransformersConfig, find_random_rates
+from lm.transformers_config import find_random_rates
 
 
 def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
@@ -166,7 +166,7 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
 
 def _find_problems_of_experts(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     """Yield keys that do not fit to a mixture of experts of model.py, with the reason."""
-    if isinstance(hp.model, TransformersConfig) or hp.model.n_experts is None:
+    if hp.model.n_experts is None:
         return
     mixture = f"a mixture (n_experts: {hp.model.n_experts})"
     if hp.precision.float8:

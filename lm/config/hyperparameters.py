@@ -184,7 +184,7 @@ class Hyperparameters:
     def size_of_model(self) -> str:
         """Number of parameters as text; of a mixture, also of those that process a token."""
         size = f"{format_parameters(self.model.n_parameters)} parameters"
-        if isinstance(self.model, ModelConfig) and self.model.n_experts is not None:
+        if self.model.n_experts is not None:
             size += f", {format_parameters(self.model.n_active_parameters)} of them active"
         return size
 

@@ -30,13 +30,14 @@ def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
         return
     source = draft.values["init_from"]
     given = {**draft.preset, **draft.values}
-    if "transformers_config" in defaults:
-        _check_model_of_transformers(draft, given, defaults)
+    model = model_of(defaults)
+    if isinstance(model, TransformersConfig):
+        _check_model_of_transformers(draft, given, model)
     else:
         _refuse_other_values(draft, given, defaults)
     for key, value in defaults.items():
         is_set = key in given
-        if "transformers_config" in defaults:
+        if isinstance(model, TransformersConfig):
             is_set = key in draft.values  # by no preset
         if not is_set and key != "tokenizer":
             draft.set(key, value, f"init_from: {source}: {key}")
@@ -67,12 +68,10 @@ def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
 
 
 def _check_model_of_transformers(
-    draft: Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]
+    draft: Draft, given: Mapping[str, Any], model: TransformersConfig
 ) -> None:
     """Refuse keys of `given` that the model of `init_from` does not have, or does not stand."""
     source = draft.values["init_from"]
-    model = model_of(defaults)
-    assert isinstance(model, TransformersConfig)
     for key in given:
         label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
         ours = KEYS_OF_ALIASES.get(key, key)

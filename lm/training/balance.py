@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lm.runtime.world import World
 from lm.transformers_model import AnyModel
-from model import Routed, Transformer
+from model import Routed
 
 
 class ExpertBalance:
@@ -45,7 +45,7 @@ class ExpertBalance:
             skipped: 1.0 if the optimizer skipped the step, so that the bias stays, else 0.0.
         """
         model = self._model
-        if self._counts is None or not isinstance(model, Transformer) or model.router_bias is None:
+        if self._counts is None or model.router_bias is None:
             return
         counts = self._sum_over_ranks(self._counts)  # n_layers E
         lacking = counts.sum(dim=1, keepdim=True) - counts.shape[1] * counts  # E times as many
@@ -57,8 +57,9 @@ class ExpertBalance:
         if self._counts is None:
             return {}
         counts = self._sum_over_ranks(self._counts).cpu()
-        assert isinstance(self._model, Transformer)
-        n_tokens = counts.sum(dim=1) / self._model.config.experts_per_token
+        config = self._model.config
+        assert config.n_experts is not None
+        n_tokens = counts.sum(dim=1) / config.experts_per_token
         busiest = counts.amax(dim=1) / n_tokens.clamp(min=1)
         return {
             "busiest_expert_percent": 100 * busiest.max().item(),

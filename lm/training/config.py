@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied
-from lm.model_config import MAX_LAYERS
-from lm.transformers_config import AnyModelConfig, LinearLayers, TransformersConfig
+from lm.model_config import MAX_LAYERS, LinearLayers
+from lm.transformers_config import AnyModelConfig
 
 NF4_BLOCK = 64
 """Weights per scale in NF4."""
@@ -86,38 +86,28 @@ class LoraConfig(Config, frozen=True):
         return rank
 
 
-def linear_layers(model: AnyModelConfig) -> list[LinearLayers]:
-    """Return the linear layers of all blocks."""
-    if isinstance(model, TransformersConfig):
-        return model.linear_layers
-    layers: list[LinearLayers] = []
-    for kind, (out, inner) in model.layer_shapes.items():
-        layers.append(LinearLayers(kind=kind, out=out, inner=inner, count=model.n_layers))
-    return layers
-
-
 def adapted_layers(config: LoraConfig, model: AnyModelConfig) -> list[LinearLayers]:
     """Return the linear layers of all blocks that have adapters."""
     return [
         layers
-        for layers in linear_layers(model)
+        for layers in model.linear_layers
         if config.adapts(layers.kind, layers.out, layers.inner)
     ]
 
 
 def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values do not fit the model, with the reason and the remedy."""
-    widths = {layers.inner for layers in linear_layers(model)}
+    widths = {layers.inner for layers in model.linear_layers}
     if config.base_dtype == "nf4" and all(inner % NF4_BLOCK for inner in widths):
         problem = f"no linear layer of the blocks has a multiple of {NF4_BLOCK} inputs"
         yield "base_dtype", f"nf4: {problem}; remove base_dtype"
-    kinds = list(dict.fromkeys(layers.kind for layers in linear_layers(model)))
+    kinds = list(dict.fromkeys(layers.kind for layers in model.linear_layers))
     for name in dict.fromkeys(config.lora_targets or ()):
         if name not in kinds:
             yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(kinds)}"
     if config.lora_rank is None:
         return
-    sides = {layers: min(layers.out, layers.inner) for layers in linear_layers(model)}
+    sides = {layers: min(layers.out, layers.inner) for layers in model.linear_layers}
     adapted = adapted_layers(config, model)
     narrowest = min(adapted, key=sides.__getitem__, default=None)
     if config.lora_targets is None and not adapted:

@@ -120,7 +120,7 @@ def apply_activation_checkpointing(
     """Let each block recompute in backward what `mode` does not save: with none, it saves all."""
     if mode == "none":
         return
-    has_experts = isinstance(model, Transformer) and model.config.n_experts is not None
+    has_experts = model.config.n_experts is not None
     for block in model.blocks:
         block.forward = partial(checkpoint_function(mode, has_experts), block.forward)
 
@@ -356,7 +356,7 @@ def initialize_parameters(model: AnyModel, seed: int, transfer: Transfer = UNSCA
     A parameter is divided along its first dimension into chunks with a seed each. A rank draws the
     chunks that overlap its shard, so the values do not depend on the sharding.
     """
-    if isinstance(model, Transformer) and model.router_bias is not None:
+    if model.router_bias is not None:
         model.router_bias.zero_()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
