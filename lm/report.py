@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 import re
 import statistics
@@ -21,9 +20,8 @@ import textwrap
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -38,14 +36,10 @@ from lm.fileio import Line, home_path, read_records
 from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 """Small panels below that of the loss: their metrics and titles."""
 _TITLES = _PANELS | {
     "loss": "loss (nats per token, or of preferences per pair)",
-    "bits": "validation, bits per byte",
     "acc": "tasks: accuracy",
     "bpb": "tasks: bits per byte",
 }
@@ -73,14 +67,12 @@ _SUMMARIES = {
     "training blocked by saving (s)": _Summary("save_stall_seconds", sum, ".1f"),
     "skipped steps": _Summary("skipped_steps", sum, ".0f"),
 }
-_MAX_POINTS = 10_000
-"""of a curve, in a picture that is 1,100 pixels wide"""
-_MAX_RUNS = 20
-"""in a picture, which has as many colors"""
 _STYLES = (":", "-.", "s:", "^:", "x:", "s-.", "^-.", "x-.")
 """of lines and markers"""
 REPORT = "report.md"
 PICTURE = "report.png"
+JOURNAL = "search.journal"
+"""of a search, whose directory holds the runs of its trials"""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -103,23 +95,6 @@ class _Curve(NamedTuple):
 
     steps: array[int]
     values: array[float]
-
-    def thinned(self) -> _Curve:
-        """Return at most about `_MAX_POINTS` of its points, which look like all of them.
-
-        Of each part, which is narrower than a pixel, the lowest and the highest stay.
-        """
-        part = len(self.steps) // (_MAX_POINTS // 2)
-        if part <= 2:
-            return self
-        kept: list[int] = []
-        for start in range(0, len(self.steps), part):
-            points = range(start, min(start + part, len(self.steps)))
-            lowest = min(points, key=self.values.__getitem__)
-            highest = max(points, key=self.values.__getitem__)
-            kept += sorted({lowest, highest})
-        steps = array("q", [self.steps[point] for point in kept])
-        return _Curve(steps, array("d", [self.values[point] for point in kept]))
 
 
 class RunRecords:
@@ -255,8 +230,6 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
     names = [run.name for run in runs]
     lines = [f"# {' and '.join(names)}", ""]
     lines += _format_table(names, [run.summarize() for run in runs])
-    if _differ_in_tokens(runs):
-        lines += ["", "Tokens of these runs differ in length: compare bits per byte, not losses."]
     differences = _find_differences(runs)
     if any(differences):
         lines += ["", "Hyperparameters that differ:", ""]
@@ -316,36 +289,6 @@ def format_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _bytes_per_token(run: RunRecords) -> float | None:
-    """Return how many bytes of its validation data a token stands for; None = unknown."""
-    losses = dict(zip(*run.curve("validation", "loss"), strict=True))
-    for step, bits in zip(*run.curve("validation", "bits_per_byte"), strict=True):
-        if step in losses and bits > 0:
-            return losses[step] / (math.log(2) * bits)
-    return None
-
-
-def _differ_in_tokens(runs: Sequence[RunRecords]) -> bool:
-    """Return whether a token of one of `runs` stands for more bytes than one of another."""
-    sizes = [_bytes_per_token(run) for run in runs]
-    known = [size for size in sizes if size is not None]
-    return len(known) > 1 and max(known) > 1.001 * min(known)
-
-
-def _select_drawn(runs: Sequence[RunRecords]) -> tuple[Sequence[RunRecords], str]:
-    """Return the runs that a picture shows, and a title if these are not all."""
-    if len(runs) <= _MAX_RUNS:
-        return runs, ""
-    metric = "bits_per_byte" if _differ_in_tokens(runs) else "loss"
-
-    def lowest(run: RunRecords) -> float:
-        return min(run.curve("validation", metric).values, default=math.inf)
-
-    drawn = sorted(runs, key=lowest)[:_MAX_RUNS]
-    what = metric.replace("_", " ")
-    return drawn, f"the {_MAX_RUNS} of {len(runs)} runs with the lowest validation {what}"
-
-
 class _Drawn(NamedTuple):
     """Curves of a metric, one of each run, in a panel of the picture."""
 
@@ -364,8 +307,6 @@ def _list_drawn(runs: Sequence[RunRecords]) -> list[_Drawn]:
     sets = dict.fromkeys(metric for run in runs for metric in run.reported(_SET_LOSS))
     for metric, style in zip(sets, itertools.cycle(_STYLES), strict=False):
         drawn.append(_Drawn("loss", "validation", metric, style, f"validation {metric}"))
-    if _differ_in_tokens(runs):
-        drawn.append(_Drawn("bits", "validation", "bits_per_byte", "o--"))
     tasks = dict.fromkeys(metric for run in runs for metric in run.reported(_TASK_METRIC))
     for metric, style in zip(tasks, itertools.cycle(("o--", *_STYLES)), strict=False):
         task, _, kind = metric.removeprefix("eval_").rpartition("_")
@@ -380,30 +321,23 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
 
     Of one run, a color is a metric. Of several, a color is a run, and a style is a metric.
     """
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    runs, title = _select_drawn(runs)
     drawn = _list_drawn(runs)
     panels = {curve.panel for curve in drawn}
     # A panel is as wide as the columns in which it stands.
     rows: list[list[Any]] = [["loss"] * 6]
     heights = [5.0]  # inches
-    for names in (("bits",), ("acc", "bpb"), _REWARDS):
+    for names in (("acc", "bpb"), _REWARDS):
         if panels.intersection(names):
             rows.append([name for name in names for _ in range(6 // len(names))])
             heights.append(3.5)
     rows.append([name for name in _PANELS for _ in range(2)])
     heights.append(2.5)
-    figure = Figure(figsize=(11, sum(heights)))
-    if len(runs) > 1:
-        figure.set_layout_engine("constrained")  # makes room for the legend
-    else:
-        _set_margins(figure, n_rows=len(rows))
-    figure.suptitle(title)
-    colors = [colormaps["tab10" if len(runs) <= 10 else "tab20"](n) for n in range(len(runs))]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    colors = [f"C{n}" for n in range(len(runs))]  # ten, which then repeat
     for name, panel in figure.subplot_mosaic(rows, height_ratios=heights).items():
         for number, curve in enumerate(curve for curve in drawn if curve.panel == name):
             for run, color in zip(runs, colors, strict=True):
@@ -411,7 +345,7 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
                 if len(runs) == 1:
                     color = f"C{number}"
                     label = curve.label
-                steps, values = run.curve(curve.group, curve.metric).thinned()
+                steps, values = run.curve(curve.group, curve.metric)
                 panel.plot(steps, values, curve.style, color=color, markersize=4, label=label)
             if len(runs) > 1 and curve.label:
                 panel.plot([], [], curve.style, color="black", markersize=4, label=curve.label)
@@ -428,54 +362,22 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _set_margins(figure: Figure, n_rows: int) -> None:
-    """Leave room for titles and labels; to measure them takes as long as to draw the figure."""
-    height = figure.get_figheight()
-    top, bottom, between = 0.4, 0.55, 0.9  # inches; for titles, and for ticks and labels
-    row = (height - top - bottom - between * (n_rows - 1)) / n_rows
-    figure.subplots_adjust(
-        left=0.06,
-        right=0.985,
-        top=1 - top / height,
-        bottom=bottom / height,
-        wspace=0.45,
-        hspace=between / row,
-    )
-
-
 def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
     """Write the report on `runs` to `directory`. Return what was written."""
-    draw = None
-    if any(len(run.curve("training", "loss")[0]) > 1 for run in runs):
-        draw = partial(draw_curves, runs)
-    return write_files(directory, draw, partial(format_report, runs))
-
-
-def write_files(
-    directory: Path,
-    draw: Callable[[Path], None] | None,
-    format_text: Callable[[Path | None], str],
-) -> str:
-    """Write a report to `directory`. Return what was written.
-
-    Args:
-        draw: writes a picture; raises ImportError without matplotlib.
-        format_text: returns the text; its argument is the picture, if one was drawn.
-    """
     text = directory / REPORT
     picture = directory / PICTURE
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
     drawn: Path | None = None
     note = ""
-    if draw is not None:
+    if any(len(run.curve("training", "loss").steps) > 1 for run in runs):
         try:
-            draw(picture)
+            draw_curves(runs, picture)
             drawn = picture
             note = f" and {PICTURE}"
         except ImportError:
             note = f" ({PICTURE} {requires('matplotlib')})"
-    text.write_text(format_text(drawn), encoding="utf-8")
+    text.write_text(format_report(runs, drawn), encoding="utf-8")
     return f"{text}{note}"
 
 
@@ -494,11 +396,14 @@ def write_report(run: Path) -> str:
 def select_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the run directories of `paths`, which may be all that a shell finds for `runs/*`.
 
-    Leaves out the reports of this command, and runs that ended before they reported anything.
+    Leaves out files, searches, and runs that ended before they reported anything.
     """
     runs: list[Path] = []
     for path in paths:
-        if path.name in (REPORT, PICTURE):
+        if path.is_file():
+            continue
+        if (path / JOURNAL).is_file():
+            print(f"{path}: left out: it is a search; pass its trials, {path}/*", file=sys.stderr)
             continue
         if (path / "lock").is_file() and not (path / "metrics.jsonl").exists():
             print(f"{path}: left out: it has reported nothing", file=sys.stderr)

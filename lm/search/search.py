@@ -29,7 +29,7 @@ from lm.fileio import REPOSITORY
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop
 from lm.launch.signals import handle_stop_signals
-from lm.report import format_row
+from lm.report import JOURNAL, format_row
 from lm.runtime.run_dir import RunDir, make_directory
 from lm.search.experiment import Experiment, Point, Searcher
 from lm.search.trials import Devices, TrialRun, dry_run
@@ -157,9 +157,9 @@ class Search:
             raise ConfigError(f"{self.path}: is a run; choose another name: run_name=NAME")
         make_directory(self.path)
         hold_until_exit(self.path / "lock")
-        journal = self.path / "search.journal"
+        journal = self.path / JOURNAL
         # Optuna's lock, if a kill has left it: Optuna would wait for 30 s.
-        journal.with_name("search.journal.lock").unlink(missing_ok=True)
+        journal.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)
         _drop_partial_line(journal)
         try:
             self._storage = JournalStorage(JournalFileBackend(str(journal)))
