@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from lm.grouped_mm import CopyToExperts, SumOverExperts, grouped_mm
+from lm.grouped_mm import grouped_mm, sort_by_expert
 from lm.model_config import IGNORE_INDEX, ModelConfig, RopeScaling
 
 # ---- inputs of attention
@@ -451,17 +451,13 @@ class Experts(nn.Module):
 
     def _feed(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the sum of the outputs of the `chosen` experts times their `weights`, `(N, D)`."""
-        k = self.config.experts_per_token
-        experts, order = chosen.flatten().sort(stable=True)  # N k
-        numbers = torch.arange(len(self.router.weight), device=chosen.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # E
-        positions = order.argsort()  # of the rows of each token
-        x = CopyToExperts.apply(tokens, order, positions, k)  # N k, D
+        routes = sort_by_expert(chosen, len(self.router.weight))
+        ends = routes.ends
+        x = routes.copy_to_experts(tokens)  # N k, D
         hidden = F.silu(self.gate_proj(x, ends)) * self.up_proj(x, ends)  # N k, F
         # Here they multiply fewer numbers than in the output.
-        hidden = hidden * weights.flatten().gather(0, order).to(x.dtype)[:, None]
-        y = self.down_proj(hidden, ends)  # N k, D
-        return cast(Tensor, SumOverExperts.apply(y, order, positions, k))
+        hidden = hidden * routes.sort(weights).to(x.dtype)
+        return routes.sum_over_experts(self.down_proj(hidden, ends))
 
     def _count(self, scores: Tensor, chosen: Tensor, inputs: RouterInputs) -> Routed:
         """Return how many tokens each expert has processed, and the balance loss.

@@ -8,7 +8,7 @@ Shapes: N tokens, K experts per token, E experts, D width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,10 +85,13 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     a, b, ends = ctx.saved_tensors
+    needs_grad_a, needs_grad_b, _ = ctx.needs_input_grad
     grad = grad.contiguous()
-    return grouped_mm(grad, b.mT, ends), grouped_mm(a.mT, grad, ends), None
+    grad_a = grouped_mm(grad, b.mT, ends) if needs_grad_a else None
+    grad_b = grouped_mm(a.mT, grad, ends) if needs_grad_b else None  # None = it is frozen
+    return grad_a, grad_b, None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_save_inputs)
@@ -140,3 +143,37 @@ class SumOverExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (order,) = ctx.saved_tensors
         return grad[order // ctx.k], None, None, None
+
+
+class Routes(NamedTuple):
+    """Which rows are processed by which expert, and in what order: that of the experts."""
+
+    experts: Tensor
+    """`(N K,)`, of each row"""
+    order: Tensor
+    """`(N K,)`, see `CopyToExperts`"""
+    positions: Tensor
+    """`(N K,)`, its inverse"""
+    ends: Tensor
+    """`(E,)` int32, where the rows of each expert end"""
+    k: int
+
+    def copy_to_experts(self, tokens: Tensor) -> Tensor:
+        """Return the rows of `tokens`, `(N, D)`, for their experts, `(N K, D)`."""
+        return cast(Tensor, CopyToExperts.apply(tokens, self.order, self.positions, self.k))
+
+    def sum_over_experts(self, y: Tensor) -> Tensor:
+        """Return the sums of the rows of tokens, `(N, D)`, that experts return, `(N K, D)`."""
+        return cast(Tensor, SumOverExperts.apply(y, self.order, self.positions, self.k))
+
+    def sort(self, weights: Tensor) -> Tensor:
+        """Return the weight of each row, `(N K, 1)`, of the `weights` of tokens, `(N, K)`."""
+        return weights.flatten().gather(0, self.order)[:, None]
+
+
+def sort_by_expert(chosen: Tensor, n_experts: int) -> Routes:
+    """Return the routes of tokens to their experts, `chosen`, `(N, K)`."""
+    experts, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(n_experts, device=chosen.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    return Routes(experts, order, order.argsort(), ends, chosen.shape[-1])
