@@ -46,6 +46,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """Adapters that are merged compute what they did."""
     nf4: bool = False
     """Layers of quantized weights compute what these, dequantized, do."""
+    experts: bool = False
+    """Experts computed by this package, in NF4 too, compute what those of the class do."""
     compilation: bool = False
     """Layers can be compiled, each as one graph."""
     longest_row: LongestRow | None = None

@@ -640,6 +640,24 @@ def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def names_of_matrices(module: nn.Module) -> list[str]:
+    """Return the names in `module` of the tensors that hold a matrix of each expert, in order.
+
+    Of a module that transformers does not call through its interface of experts, these are none.
+    """
+    if not all(hasattr(module, name) for name in _OF_INTERFACE):
+        return []
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    parameters = dict(module.named_parameters(recurse=False))
+    if any(name not in parameters or parameters[name].dim() != 3 for name in names):
+        return []
+    return names
+
+
+_OF_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "config")
+"""attributes that `use_experts_implementation` of transformers gives a module"""
+
+
 @functools.cache
 def _source_of(module_name: str) -> str:
     try:

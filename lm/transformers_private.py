@@ -72,6 +72,14 @@ def mark_as_initialized(parameter: nn.Parameter) -> None:
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
+def apply_gate(experts: Any, x: Tensor) -> Tensor:
+    """Return what experts pass on of the product of tokens with their first matrix.
+
+    Until it has a public name for the implementations that `ExpertsInterface` registers.
+    """
+    return experts._apply_gate(x)
+
+
 def layouts_of_experts() -> Mapping[str, str]:
     """Return the model types whose adapters PEFT converts, by what they are converted like.
 

@@ -121,6 +121,7 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ONE_OF_EACH_KIND = [STEPS[i] for i in (1, 5, 8, 9, 15, 16, -1)]
 """of recomputation, mesh with accumulation, wrapping, offload, base and optimizer, and of
 experts"""
+NF4_OF_A_CLASS = {"lora_rank": 4, "init_from": "base", "base_dtype": "nf4"}
 CLASSES: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"sharding": "full-shard", "amp_dtype": None}),
     ("gemma4_text", {"sharding": "grad-shard", "activation_checkpointing": "full"}),
@@ -128,6 +129,8 @@ CLASSES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"sharding": "grad-shard"}),
     ("gemma2", {"sharding": "full-shard"}),  # complete logits
     ("ministral3", {"sharding": "full-shard", "lora_rank": 4, "init_from": "base"}),
+    ("gpt_oss", NF4_OF_A_CLASS | {"sharding": "full-shard"}),
+    ("qwen3_moe", NF4_OF_A_CLASS | {"sharding": "grad-shard", "activation_checkpointing": "full"}),
 ]
 
 
@@ -135,12 +138,12 @@ def model_of_transformers(kind: str) -> dict[str, Any]:
     """Return the hyperparameters of a small model that transformers computes, not examined."""
     values = next(small_configs(text_config({"model_type": kind}), derived=()))
     values |= {"vocab_size": 2048, "hidden_size": 128, "max_position_embeddings": 256}
-    if "n_routed_experts" in values:
-        values["n_routed_experts"] = 8  # as many as ranks: each holds as much
+    for key in {"n_routed_experts", "num_experts", "num_local_experts"} & values.keys():
+        values[key] = 8  # as many as ranks: each holds as much
     sizes = measure_sizes(build_network(read_config(values)))._asdict()
     known = {"transformers_config": values, "vocab_size": 2048, "max_seq_len": 256} | sizes
     known["examined"] = OF_TRANSFORMERS.examined.model_copy(
-        update={"hidden_states": kind != "gemma2"}
+        update={"hidden_states": kind != "gemma2", "nf4": True, "experts": True}
     )
     return OF_TRANSFORMERS.model_copy(update=known).model_dump(mode="json")
 

@@ -16,6 +16,7 @@ than a second, each question by the class's own forward and as a run would:
     cache                    tokens read one by one give the logits of complete sequences
     lora                     adapters that are merged compute what they did,
     nf4                      also on quantized weights that are dequantized
+    experts                  experts in NF4 compute what those of the class, dequantized, do
     compilation              layers traced by the compiler give the same gradients
 
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
@@ -102,6 +103,7 @@ Question = Literal[
     "cache",
     "lora",
     "nf4",
+    "experts",
     "compilation",
 ]
 _QUESTIONS: Set[Question] = set(get_args(Question))
@@ -166,6 +168,7 @@ class Examination(BaseModel, frozen=True):
             selective_recomputation=self.findings["selective_recomputation"].holds,
             lora=self.findings["lora"].holds,
             nf4=self.findings["nf4"].holds,
+            experts=self.findings["experts"].holds,
             compilation=self.findings["compilation"].holds,
             untrained=self.untrained,
             class_name=self.class_name,
@@ -558,12 +561,14 @@ class _Exam:
         *,
         packed_by: PackedBy | None = None,
         values: dict[str, Any] | None = None,
+        experts: bool = False,
     ) -> TransformersModel:
         """Return the model of a run with the weights of the small one, and empty adapters.
 
         Args:
             packed_by: None = the way that is right.
             values: of the config; None = of the small one.
+            experts: whether experts are computed by this package.
         """
         examined = Examined(
             hidden_states=self.hidden_states,
@@ -574,6 +579,7 @@ class _Exam:
             selective_recomputation=True,
             lora=True,
             nf4=True,
+            experts=experts,
             untrained=self.untrained,
         )
         config = TransformersConfig(
@@ -777,10 +783,17 @@ class _Exam:
     def nf4(self) -> Finding:
         return self._compare_merged({"lora_rank": 4, "base_dtype": "nf4"})
 
-    def _compare_merged(self, values: Mapping[str, Any]) -> Finding:
-        """Return whether adapters on a base, quantized or not, compute what one matrix does."""
+    def experts(self) -> Finding:
+        return self._compare_merged({"lora_rank": 4, "base_dtype": "nf4"}, experts=True)
+
+    def _compare_merged(self, values: Mapping[str, Any], *, experts: bool = False) -> Finding:
+        """Return whether adapters on a base, quantized or not, compute what one matrix does.
+
+        Args:
+            experts: see `build`.
+        """
         config = LoraConfig.model_validate(values)
-        adapted = self.build(config)
+        adapted = self.build(config, experts=experts)
         bases = adapted.state_dict()
         merged = self.build()
         generator = torch.Generator().manual_seed(_SEED)
@@ -792,7 +805,8 @@ class _Exam:
                 adapter.copy_(0.1 * torch.randn(adapter.shape, generator=generator))
             for name, weight in merged.named_parameters():
                 if bases[name].shape != weight.shape:
-                    weight.copy_(nf4.dequantize(bases[name], weight.dtype))
+                    rows = nf4.dequantize(bases[name].flatten(0, -2), weight.dtype)
+                    weight.copy_(rows.view_as(weight))
                 lora.merge_adapter(adapters, config, name, weight)
             document = self.documents[0]
             return _compare(adapted(document), merged(document), "logits")

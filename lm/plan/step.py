@@ -36,7 +36,7 @@ from lm.memory import Ranks
 from lm.objectives.dpo import DPO
 from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
-from lm.training import optim, parallelize, precision
+from lm.training import nf4, optim, parallelize, precision
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import AnyModel, one_line, quiet
 from model import ModelConfig, find_logits_limit
@@ -62,6 +62,10 @@ Memory = Mapping[str, int]
 def device_bytes(memory: Memory) -> int:
     """Return the bytes on the device."""
     return sum(n_bytes for part, n_bytes in memory.items() if part != HOST)
+
+
+_COMPUTED_BY = {**delta_rule.COMPUTED_BY, **nf4.COMPUTED_BY}
+"""What our operators run, by operator."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -102,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inside = delta_rule.COMPUTED_BY.get(func)
+        inside = _COMPUTED_BY.get(func)
         if inside is None:
             result = func(*args, **kwargs)
         else:

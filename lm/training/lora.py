@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lm.training import nf4
 from lm.training.config import LoraConfig
+from lm.training.experts import quantize_experts
 from lm.training.nf4 import NF4Linear
 from lm.training.roles import find_decayed
 from lm.transformers_config import AnyModelConfig
@@ -75,7 +76,10 @@ def add_adapters(
     for parameter in model.requires_grad_(False).parameters():
         if parameter not in kept:
             parameter.data = parameter.data.to(dtype or torch.float32)
+    has_experts = isinstance(model, TransformersModel) and model.config.examined.experts
     for parent in [module for block in model.blocks for module in block.modules()]:
+        if has_experts and config.base_dtype == "nf4":
+            quantize_experts(parent, ever_kept)
         for name, layer in list(parent.named_children()):
             if not isinstance(layer, nn.Linear):
                 continue
@@ -98,7 +102,7 @@ def notes(config: LoraConfig, model: AnyModel) -> list[str]:
 
 def _n_weights(parameter: Tensor) -> int:
     if parameter.dtype == torch.uint8:
-        return len(parameter) * nf4.inner_width(parameter.shape[1])
+        return nf4.count_weights(parameter)
     return parameter.numel()
 
 

@@ -1,4 +1,4 @@
-"""NF4: linear layers whose frozen weights have four bits each (Dettmers et al., QLoRA, 2023).
+"""NF4: frozen weights of four bits each, of layers and experts (Dettmers et al., QLoRA, 2023).
 
 Each 64 consecutive weights of a row are a block: a float32 scale, their largest magnitude, and the
 index of the nearest of 16 levels, the quantiles of a normal distribution, for each divided by it.
@@ -7,12 +7,15 @@ scales, which would save 0.37 bits, is left out.
 
 The weight `(out, in)` is one parameter of bytes, `(out, 9 in / 16)`: in each row first the indices,
 two in a byte, the first in its high bits, then the scales. FSDP shards it by rows, as any other,
-all-gathers the bytes and casts none, as it casts only floating-point parameters.
+all-gathers the bytes and casts none, as it casts only floating-point parameters. Of one tensor of
+all experts, whichever of its dimensions are inputs, rows are those of its last dimension, and FSDP
+shards it by experts.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -67,21 +70,37 @@ def inner_width(packed_width: int) -> int:
     return packed_width * 16 // 9
 
 
+def count_weights(packed: Tensor) -> int:
+    """Return how many weights are in bytes of rows."""
+    return packed[..., 0].numel() * inner_width(packed.shape[-1])
+
+
+def has_complete_blocks(weight: Tensor) -> bool:
+    """Return whether the rows of a weight can be quantized."""
+    return weight.shape[-1] % NF4_BLOCK == 0
+
+
 def is_supported(layer: nn.Linear) -> bool:
-    """Return whether the rows of a linear layer, and of no class of others, are complete blocks."""
-    return type(layer) is nn.Linear and layer.in_features % NF4_BLOCK == 0
+    """Return whether a linear layer, and none of a class of others, can be quantized."""
+    return type(layer) is nn.Linear and has_complete_blocks(layer.weight)
+
+
+def empty_packed(weight: Tensor) -> nn.Parameter:
+    """Return a frozen parameter for the bytes of `weight`, without values yet."""
+    shape = (*weight.shape[:-1], packed_width(weight.shape[-1]))
+    return nn.Parameter(weight.new_empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
 def quantize(weight: Tensor) -> Tensor:
-    """Return the bytes of rows of weights `(rows, in)`, `(rows, 9 in / 16)`."""
+    """Return the bytes of rows of weights `(..., in)`, `(..., 9 in / 16)`."""
     levels = torch.tensor(LEVELS, device=weight.device)
     midpoints = (levels[:-1] + levels[1:]) / 2
     blocks = weight.float().unflatten(-1, (-1, NF4_BLOCK))
     scales = blocks.abs().amax(dim=-1)
     # As bitsandbytes does: times the reciprocal, and blocks of zeros are not divided by zero.
     normalized = blocks * (1 / scales.clamp(min=1e-38))[..., None]
-    indices = torch.bucketize(normalized, midpoints, out_int32=True).flatten(1).byte()
-    pairs = (indices[:, ::2] << 4) | indices[:, 1::2]
+    indices = torch.bucketize(normalized, midpoints, out_int32=True).flatten(-2).byte()
+    pairs = (indices[..., ::2] << 4) | indices[..., 1::2]
     return torch.cat([pairs, scales.view(torch.uint8)], dim=-1)
 
 
@@ -146,6 +165,79 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return cast(Tensor, _Product.apply(x, packed, bias))
 
 
+# ---- experts
+
+
+@torch.library.custom_op("lm::nf4_grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, packed: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
+    """Return the products of groups of rows and the dequantized matrix of each group.
+
+    One matrix after the other is dequantized, of groups with rows only. That waits for the device.
+
+    Args:
+        x: `(rows, in)`, ordered by group.
+        packed: the bytes of `(E, out, in)`, or if `is_transposed`, of `(E, in, out)`.
+        ends: `(E,)` int32, where the groups end. The last one ends with the rows.
+
+    Returns:
+        `(rows, out)`.
+    """
+    products = _empty_products(x, packed, ends, is_transposed)
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            matrix = _dequantize_matrix(x, packed, group, is_transposed)
+            torch.mm(x[start:end], matrix, out=products[start:end])
+        start = end
+    return products
+
+
+def _dequantize_matrix(x: Tensor, packed: Tensor, group: int, is_transposed: bool) -> Tensor:
+    """Return the matrix `(in, out)` of a group in the dtype of `x`."""
+    matrix = dequantize(packed[group], x.dtype)
+    if is_transposed:
+        return matrix
+    return matrix.T
+
+
+@grouped_mm.register_fake
+def _empty_products(x: Tensor, packed: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
+    del ends
+    n_out = packed.shape[1]
+    if is_transposed:
+        n_out = inner_width(packed.shape[2])
+    return x.new_empty(len(x), n_out)
+
+
+def _save_bytes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    _, packed, ends, ctx.is_transposed = inputs
+    ctx.save_for_backward(packed, ends)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    packed, ends = ctx.saved_tensors
+    return grouped_mm(grad.contiguous(), packed, ends, not ctx.is_transposed), None, None, None
+
+
+grouped_mm.register_autograd(_differentiate, setup_context=_save_bytes)
+
+
+def _compute_largest(x: Tensor, packed: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
+    """Compute what takes the most memory: all rows in one group."""
+    del ends
+    return x @ _dequantize_matrix(x, packed, 0, is_transposed)
+
+
+COMPUTED_BY: Mapping[Any, Callable[..., Tensor]] = {
+    torch.ops.lm.nf4_grouped_mm.default: _compute_largest
+}
+"""What the operator runs, for plans: which count what exists meanwhile, too."""
+
+
+# ---- linear layers
+
+
 class NF4Linear(nn.Module):
     """A frozen linear layer of the shape of `layer`, whose weight is bytes of no values yet."""
 
@@ -153,9 +245,7 @@ class NF4Linear(nn.Module):
         super().__init__()
         self.in_features = layer.in_features
         self.out_features = layer.out_features
-        width = packed_width(layer.in_features)
-        packed = layer.weight.new_empty(layer.out_features, width, dtype=torch.uint8)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = empty_packed(layer.weight)
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)

@@ -103,6 +103,7 @@ SAVE_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.lm.grouped_mm.default,
+    torch.ops.lm.nf4_grouped_mm.default,
     torch.ops.lm.gated_delta_rule.default,
 }
 """Operators whose outputs selective activation checkpointing saves.
