@@ -595,21 +595,21 @@ def chunk_cross_entropy(
     needs_grad: bool,
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum of -log p(target) for the logits `x @ weight.T`, and its gradients.
+    """Return the sum of -log p(target) for the logits `x @ weight.T`, and gradients of it.
 
-    With p the probabilities of the tokens, the gradient with respect to the logits is
-    p - one_hot(target).
+    With p the probabilities of the tokens, the gradient of the logits is p - one_hot(target).
 
     Args:
         x: `(N, D)`.
         weight: `(V, D)`.
         targets: `(N,)`.
-        needs_grad: if false, the gradients are empty tensors; the one for `weight` also is if
+        needs_grad: if false, the gradients are empty tensors; that of the logits also is if
             `weight` is frozen.
         factors: `(N,)`, of the terms in the sum whose gradients are returned; None = 1.
 
     Returns:
-        The sum in nats, a float32 scalar, and the gradients of `x` and `weight`.
+        The sum in nats, a float32 scalar, and the gradients of `x` and of the logits, `(N, V)`,
+        whose product with `x` is that of `weight`.
     """
     log_probs = F.log_softmax(F.linear(x, weight).float(), dim=-1)
     counts = (targets != IGNORE_INDEX)[:, None]
@@ -631,7 +631,22 @@ def chunk_cross_entropy(
     x_grad = grad @ weight
     if not weight.requires_grad:
         return loss_sum, x_grad, x.new_empty(0)
-    return loss_sum, x_grad, grad.T @ x
+    return loss_sum, x_grad, grad
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return `total + a @ b` in float32, in the memory of `total`; None = 0.
+
+    A GPU adds 16-bit products to `total` without rounding them.
+    """
+    if a.is_cuda and a.dtype != torch.float32:
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    product = a @ b
+    if total is None:
+        return product.float()
+    return total.add_(product)
 
 
 def even_chunk_size(total: int, limit: int) -> int:
@@ -652,30 +667,36 @@ def cross_entropy_by_chunks(
     function: ChunkCrossEntropy,
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `function` does, from chunks of `size` targets, to hold few logits at once.
+    """Return the sum of -log p(target), and its gradients of `x` and `weight`.
+
+    Of chunks of `size` targets, to hold few logits at once. The gradient of `weight` is float32 if
+    there are several.
 
     Args:
         function: `chunk_cross_entropy`, which also describes all other arguments.
     """
     loss_sum = torch.zeros((), device=x.device)
     x_grads: list[Tensor] = []
-    weight_grad = x.new_empty(0)
+    weight_grad: Tensor | None = None
     for start in range(0, len(x), size):
         chunk = slice(start, start + size)
         chunk_factors = None
         if factors is not None:
             chunk_factors = factors[chunk]
-        chunk_sum, x_grad, weight_term = function(
+        chunk_sum, x_grad, logits_grad = function(
             x[chunk], weight, targets[chunk], needs_grad, chunk_factors
         )
         loss_sum += chunk_sum
         x_grads.append(x_grad)
-        if start > 0:
-            weight_grad += weight_term
-        elif size >= len(x):  # the only chunk
-            weight_grad = weight_term
-        else:  # a sum of many terms, in float32
-            weight_grad = weight_term.float()
+        if len(logits_grad) == 0:
+            continue
+        if size >= len(x):  # the only chunk
+            weight_grad = logits_grad.T @ x
+        else:  # a sum of many terms
+            weight_grad = add_product(weight_grad, logits_grad.T, x[chunk])
+        del logits_grad  # before there are those of the next chunk
+    if weight_grad is None:
+        weight_grad = x.new_empty(0)
     return loss_sum, torch.cat(x_grads), weight_grad
 
 
@@ -708,7 +729,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * grad, (weight_grad * grad).to(x_grad.dtype), None, None, None, None
+        scaled = torch.empty_like(weight_grad, dtype=x_grad.dtype)
+        torch.mul(weight_grad, grad, out=scaled)  # rounds what it writes, in one pass
+        return x_grad * grad, scaled, None, None, None, None
 
 
 class TargetScores(torch.autograd.Function):

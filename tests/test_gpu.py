@@ -39,7 +39,7 @@ from lm.objectives.config import ObjectiveConfig
 from lm.objectives.dpo import DPO
 from lm.runtime.world import World
 from lm.training import parallelize, precision
-from model import Transformer
+from model import Transformer, add_product
 from tests.support.hyperparameters import LLAMA_STYLE
 from tests.support.ranks import run_ranks
 from tests.support.runs import read_reports, run_fsdp
@@ -470,6 +470,16 @@ def test_attention_runs_in_a_fused_kernel(result: Callable[[str], Any]) -> None:
     prefix = "aten::_scaled_dot_product_"
     kernels = {name.removeprefix(prefix) for name in result("attention") if name.startswith(prefix)}
     assert kernels & {"flash_attention", "cudnn_attention", "efficient_attention"}
+
+
+@needs_gpu
+@pytest.mark.gpu_quick
+def test_products_are_added_without_rounding_them() -> None:
+    a, b = torch.randn(2, 256, 256, dtype=torch.bfloat16, device="cuda")
+    total = add_product(None, a, b)
+    assert add_product(total, a, b).data_ptr() == total.data_ptr()
+    expected = 2 * (a.double() @ b.double())
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @needs_gpu
