@@ -57,6 +57,25 @@ def format_spread(values: Sequence[float], digits: int) -> str:
     return f"{median:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
+def summarize_clocks(samples: Sequence[str]) -> str:
+    """Return median, least and most MHz and watts, and all that slowed the card; "" if empty.
+
+    Args:
+        samples: lines of nvidia-smi.
+    """
+    rows = [line.split(", ") for line in samples]
+    complete = [row for row in rows if len(row) == 4 and "[N/A]" not in row]
+    if not complete:
+        return ""
+    columns = list(zip(*complete, strict=True))
+    megahertz = format_spread([float(value) for value in columns[0]], 0)
+    watts = format_spread([float(value) for value in columns[1]], 0)
+    reasons = 0
+    for value in columns[3]:
+        reasons |= int(value, 16)
+    return f"{megahertz} MHz, {watts} W, {reasons:#x}"
+
+
 def compute_shares(events: Iterable[Event], seconds: float) -> dict[str, float]:
     """Return the parts `SHARES` of `seconds`.
 

@@ -1,12 +1,13 @@
 """Speed, memory and saving on one GPU, with models of 1B and 8B parameters, in eight minutes.
 
-    python -m benchmarks.gpu [POINT ...] [--out gpu.jsonl] [--limit 480]
+    python -m benchmarks.gpu [POINT ...] [--out gpu.jsonl] [--limit SECONDS]
     python -m benchmarks.gpu [POINT ...] --pairs
 
 Points, most valuable first: the machine, the quick GPU tests (while the first model compiles),
 Llama 3.2 1B in bfloat16, what asynchronous saves and the training loop add to its step, 1B in
-float8, a slice of Llama 3 8B in both, all of 8B, and kernels alone. `--pairs` measures settings A
-and B in turns (A, B, A, B) instead.
+float8, a slice of Llama 3 8B in both, all of 8B, and kernels alone. `--pairs` instead compares
+settings A with B and C, measures A first and last, and says of what was predicted for an H200
+whether it held or is refuted (`benchmarks.gpu_pairs`).
 
 One process measures all points, and writes a line of JSON to `--out` after each. The command ends
 after `--limit` seconds. Run it again for the rest: points with a result, an error or a crash are
@@ -14,9 +15,10 @@ not repeated. The log of the runs is next to `--out`. `--table` prints the resul
 `--tiny` uses tiny sizes, also on a CPU. Checkpoints go to TMPDIR: choose one on a fast disk or in
 memory.
 
-Step times are those of three rounds after three steps of warm-up. MFU is causal (half of the
+Step times are those of three rounds after three steps of warm-up, in pairs of four steps after two;
+clocks and power are sampled ten times a second meanwhile. MFU is causal (half of the
 attention square), without embeddings, relative to the dense 16-bit peak, also in float8. The shares
-of a profiled step are defined in `benchmarks.common.compute_shares`.
+of a profiled step are defined in `benchmarks.common.compute_shares`; its own time is next to them.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ HEAD = [
     "MFU",
     "peak GiB",
     "first step s",
+    "profiled s",
     *SHARES,
     "clock, power",
 ]
+HEAD_OF_PAIRS = ["pair", "number", "predicted", "refuted above", "found"]
 
 
 def read_rows(path: Path) -> dict[str, Row]:
@@ -105,36 +109,57 @@ def measure_points(args: argparse.Namespace) -> None:
 
 def format_rows(rows: Iterable[Row]) -> str:
     """Return the steps as a Markdown table, and a line per other result."""
-    steps = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    steps: list[Sequence[str]] = []
+    numbers: list[Sequence[str]] = []
     others: list[str] = []
     for row in rows:
         if "step_seconds" in row:
             steps.append(_format_step(row))
+        elif "verdict" in row:
+            numbers += _format_pair(row)
+            others.append(f"- {row['point']}: {row['verdict']}")
         elif "error" in row:
             others.append(f"- {row['point']}: failed: {row['error']}")
         elif "started" not in row:
             values = [f"{key} {_format_value(row[key])}" for key in row if key != "point"]
             others.append(f"- {row['point']}: {', '.join(values)}")
-    return "\n".join([*steps, "", *others])
+    lines: list[str] = []
+    for head, body in ((HEAD, steps), (HEAD_OF_PAIRS, numbers)):
+        if body:
+            lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+            lines += [f"| {' | '.join(cells)} |" for cells in body]
+            lines.append("")
+    return "\n".join([*lines, *others])
 
 
-def _format_step(row: Row) -> str:
-    """Return the row of the table with the columns `HEAD`."""
+def _format_pair(row: Row) -> list[Sequence[str]]:
+    """Return rows of the table with the columns `HEAD_OF_PAIRS`."""
+    cells: list[Sequence[str]] = []
+    for number, value in row["found"].items():
+        predicted = _format_value(row["predicted"].get(number, ""))
+        limit = _format_value(row["refuted_above"].get(number, ""))
+        found = "" if value is None else _format_value(value)
+        cells.append([row["point"], number, predicted, limit, found])
+    return cells
+
+
+def _format_step(row: Row) -> Sequence[str]:
+    """Return the cells of the table with the columns `HEAD`."""
     seconds = row["step_seconds"]
     mfu = ""
     if row["mfu"]:
         mfu = f"{row['mfu']:.1%}"
-    cells = [
+    return [
         row["point"],
         f"{row['tokens'] / statistics.median(seconds):,.0f}",
         format_spread(seconds, 4),
         mfu,
         f"{row['peak_gib']:.1f}",
         f"{row['first_step']:.1f}",
+        f"{row['profiled_seconds']:.4f}",
         *(f"{row['shares'][part]:.1%}" for part in SHARES),
         row["clocks"],
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _format_value(value: Any) -> str:
@@ -155,11 +180,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     points_help = "names of the points to measure (default: all)"
     add("points", nargs="*", metavar="POINT", help=points_help)
     add("--out", type=Path, default=Path("gpu.jsonl"), help="file of results (%(default)s)")
-    add("--limit", type=float, default=480, help="seconds (%(default)s)")
-    add("--pairs", action="store_true", help="measure settings A and B in turns")
+    add("--limit", type=float, help="seconds (480, of pairs 400)")
+    add("--pairs", action="store_true", help="compare settings, and predictions with what is found")
     add("--tiny", action="store_true", help="tiny sizes, also on a CPU")
     add("--table", action="store_true", help="print the results, measure nothing")
     args = parser.parse_args(arguments)
+    if args.limit is None:
+        args.limit = 400 if args.pairs else 480
     if not args.table:
         measure_points(args)
     print(format_rows(read_rows(args.out).values()))

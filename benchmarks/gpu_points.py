@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -33,15 +33,23 @@ import torch
 import torch.nn.functional as F
 from determined import core
 from torch import Tensor
-from torch._inductor import config as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp
 import model
-from benchmarks import gpu
-from benchmarks.common import REPOSITORY, STEP, compute_shares
+from benchmarks import gpu, gpu_pairs
+from benchmarks.common import REPOSITORY, STEP, compute_shares, summarize_clocks
 from benchmarks.gpu import Row
+from benchmarks.gpu_pairs import (
+    EIGHT_B,
+    EIGHT_B_SLICE,
+    FLOAT8,
+    ONE_B,
+    SMALL_MOMENTS,
+    Pair,
+    Settings,
+)
 from benchmarks.observer import StepObserver
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.config.hyperparameters import Hyperparameters
@@ -49,10 +57,10 @@ from lm.data.config import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
 from lm.launch.spawn import die_with_parent, run_and_exit
-from lm.metrics.device import allocation_retries, peak_flops, peak_memory_gib
+from lm.metrics.device import GIB, allocation_retries, peak_flops, peak_memory_gib
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
-from lm.training import optim, parallelize, precision
+from lm.training import float8, optim, parallelize, precision
 
 WARMUP = 3
 ROUNDS = 3
@@ -90,9 +98,6 @@ TINY = {
     "rope_scaling": None,
 }
 
-Settings = dict[str, Any]
-"""Hyperparameters; and `inductor`, options of torch._inductor.config; and `logits_limit`,
-for model.LOGITS_LIMITS."""
 Stages = Generator[None, None, Row]
 """Resumed at the start of every step; returns what it measured, and so ends the run."""
 
@@ -117,8 +122,7 @@ class Bench:
 
     def make_hyperparameters(self, settings: Settings) -> Hyperparameters:
         values = RUN | settings
-        values.pop("inductor", None)
-        values.pop("logits_limit", None)
+        values.pop("without", None)
         if self.tiny:
             values |= TINY
             if "total_batch_size" in values:
@@ -138,7 +142,7 @@ class Bench:
         distributed = TorchDistributedContext(world.launch, world.saver, world.node)
         with (
             tempfile.TemporaryDirectory() as directory,
-            _patches(settings, self.device),
+            _without(settings.get("without", ())),
             core.init(distributed=distributed, checkpoint_storage=directory) as context,
         ):
             steps = stages(hp, Path(directory))
@@ -155,11 +159,18 @@ class Bench:
         """Measure the step of a run, and profile one."""
         return self.train(settings, self._speed)
 
-    def _rounds(self, _hp: Hyperparameters, _directory: Path) -> Stages:
+    def _rounds(
+        self,
+        hp: Hyperparameters,
+        _directory: Path,
+        warmup: int = WARMUP,
+        rounds: int = ROUNDS,
+        most_steps: int = STEPS,
+    ) -> Stages:
         start = self.now()
         yield
         first_step = self.now() - start
-        for _ in range(WARMUP - 1):
+        for _ in range(warmup - 1):
             start = self.now()
             yield
         step = self.now() - start
@@ -169,24 +180,37 @@ class Bench:
         retries_before = allocation_retries(self.device)
         n_steps = 1
         if not self.tiny:
-            n_steps = max(2, min(STEPS, int(ROUND_SECONDS / step)))
+            n_steps = min(most_steps, max(2, int(ROUND_SECONDS / step)))
         seconds: list[float] = []
-        for _ in range(ROUNDS):
-            start = self.now()
-            for _ in range(n_steps):
-                yield
-            seconds.append((self.now() - start) / n_steps)
+        with self.sampling_clocks() as clocks:
+            for _ in range(rounds):
+                start = self.now()
+                for _ in range(n_steps):
+                    yield
+                seconds.append((self.now() - start) / n_steps)
+        tokens = derive_global_batch_size(hp.data, 1) * hp.model.max_seq_len
+        flops = tokens * hp.own_model.flops_per_token(hp.model.max_seq_len)
+        peak_rate = peak_flops(self.device, precision.compute_dtype(hp.precision, self.device))
+        mfu: float | None = None
+        if peak_rate is not None:
+            mfu = flops / statistics.median(seconds) / peak_rate
+        reserved: float | None = None
+        if self.device.type == "cuda":
+            reserved = torch.cuda.max_memory_reserved() / GIB
         return {
             "step_seconds": seconds,
             "n_steps": n_steps,
             "first_step": first_step,
-            "clocks": self.read_clocks(),
+            "tokens": tokens,
+            "mfu": mfu,
+            "clocks": summarize_clocks(clocks),
             "peak_gib": peak_memory_gib(self.device),
+            "reserved_gib": reserved,
             "allocation_retries": allocation_retries(self.device) - retries_before,
         }
 
-    def _speed(self, hp: Hyperparameters, directory: Path) -> Stages:
-        found = yield from self._rounds(hp, directory)
+    def _speed(self, hp: Hyperparameters, directory: Path, **rounds: int) -> Stages:
+        found = yield from self._rounds(hp, directory, **rounds)
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -197,14 +221,8 @@ class Bench:
                 yield
                 self.now()
             step = self.now() - start
-        tokens = derive_global_batch_size(hp.data, 1) * hp.model.max_seq_len
-        flops = tokens * hp.own_model.flops_per_token(hp.model.max_seq_len)
-        rate = flops / statistics.median(found["step_seconds"])
-        peak_rate = peak_flops(self.device, precision.compute_dtype(hp.precision, self.device))
-        mfu: float | None = None
-        if peak_rate is not None:
-            mfu = rate / peak_rate
-        return found | {"tokens": tokens, "mfu": mfu, "shares": self._shares(profiler, step)}
+        # The shares are of these seconds, which can be more than those of other steps.
+        return found | {"profiled_seconds": step, "shares": self._shares(profiler, step)}
 
     def _shares(self, profiler: profile, seconds: float) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as directory:
@@ -321,22 +339,55 @@ class Bench:
             "loop_adds": ratio - 1,
         }
 
-    def measure_pair(self, a: Settings, b: Settings) -> Row:
-        """Measure A and B in turns. `ratio` is B's step time over A's."""
-        a_seconds: list[float] = []
-        b_seconds: list[float] = []
-        row: Row = {"ratio": None, "a_seconds": a_seconds, "b_seconds": b_seconds}
-        for _ in range(2):
-            found = self.train(a, self._rounds)
-            self.release()
-            a_seconds += found["step_seconds"]
-            row["a_gib"] = found["peak_gib"]
-            found = self.train(b, self._rounds)
-            self.release()
-            b_seconds += found["step_seconds"]
-            row["b_gib"] = found["peak_gib"]
-        row["ratio"] = statistics.median(b_seconds) / statistics.median(a_seconds)
-        return row
+    def measure_pair(self, pair: Pair) -> Row:
+        """Measure A, B, C if the pair has it, and A again; and compare with what is predicted."""
+        measured: dict[str, Row] = {}
+        if not pair.arms:
+            measured = self._time_added_products()
+        for name, settings in pair.arms.items():
+            stages = self._rounds if name == "A" else self._speed
+            measured[name] = self._measure_arm(settings, stages)
+        if pair.arms:
+            again = self._measure_arm(pair.arms["A"], self._rounds)
+            measured["A"]["step_seconds"] += again["step_seconds"]
+        for row in measured.values():
+            seconds = row["step_seconds"]
+            row["step"] = statistics.median(seconds) if seconds else None
+        found = gpu_pairs.find_numbers(pair, measured)
+        return {
+            "predicted": dict(pair.predicted),
+            "refuted_above": dict(pair.refuted_above),
+            "found": found,
+            "verdict": gpu_pairs.verdict(found, pair.refuted_above),
+            "measured": measured,
+        }
+
+    def _measure_arm(self, settings: Settings, stages: Callable[..., Stages]) -> Row:
+        found = self.train(settings, partial(stages, warmup=2, rounds=4, most_steps=1))
+        self.release()
+        return found
+
+    def _time_added_products(self) -> dict[str, Row]:
+        """Return the seconds of A, B and C of `gpu_pairs.PRODUCTS`."""
+        n_rows, n_out, n_in = 4096, 14336, 4096  # of a feed-forward layer of 8B
+        if self.tiny:
+            n_rows = n_out = n_in = 32
+        gradient = self._random(n_rows, n_out)
+        x = self._random(n_rows, n_in)
+        total = torch.zeros(n_out, n_in, device=self.device)
+        kernels = {
+            "A": lambda: torch.mm(gradient.T, x),
+            "B": lambda: total.add_(torch.mm(gradient.T, x)),
+            "C": lambda: torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total),
+        }
+        measured: dict[str, Row] = {}
+        for name, kernel in kernels.items():
+            try:
+                measured[name] = {"step_seconds": [self._time_rounds(kernel)]}
+            except RuntimeError as error:  # a CPU has no C
+                print(error, file=sys.stderr)
+                measured[name] = {"step_seconds": []}
+        return measured
 
     # ---- kernels ---------------------------------------------------------------------------------
 
@@ -474,9 +525,30 @@ class Bench:
         """Return clock, power, temperature and what slows the card; "" without nvidia-smi."""
         if shutil.which("nvidia-smi") is None:
             return ""
-        keys = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
-        command = ["nvidia-smi", f"--query-gpu={more}{keys}", "--format=csv,noheader", "--id=0"]
+        command = _query_clocks(more)
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    @contextlib.contextmanager
+    def sampling_clocks(self) -> Iterator[list[str]]:
+        """Append to the list, at the end, what `read_clocks` returns, sampled ten times a second.
+
+        In another process, as the card is not idle meanwhile.
+        """
+        samples: list[str] = []
+        if shutil.which("nvidia-smi") is None:
+            yield samples
+            return
+        with subprocess.Popen(
+            [*_query_clocks(), "--loop-ms=100"],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        ) as process:
+            try:
+                yield samples
+            finally:
+                process.terminate()
+                samples += process.communicate()[0].splitlines()
 
     def start_tests(self) -> None:
         """Start the quick GPU tests, which end while the first point compiles."""
@@ -526,44 +598,59 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
 
 
+def _add_rounded_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return `total + a @ b` in float32, of which `a @ b` is rounded to 16 bits; None = 0."""
+    product = a @ b
+    return product.float() if total is None else total.add_(product)
+
+
+CHANGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "in place": (parallelize, "tune_reductions", lambda *_: None),
+    "gather": (float8, "gathers_in_float8", lambda *_: False),
+    "head in float32": (model, "add_product", _add_rounded_product),
+}
+"""What a run does, by name: a function, and one that does without."""
+
+
 @contextlib.contextmanager
-def _patches(settings: Settings, device: torch.device) -> Iterator[None]:
-    limit = settings.get("logits_limit", model.LOGITS_LIMITS[device.type])
-    with (
-        patch.dict(model.LOGITS_LIMITS, {device.type: limit}),
-        inductor.patch(settings.get("inductor", {})),
-    ):
+def _without(changes: Sequence[str]) -> Iterator[None]:
+    """Turn `changes` off, to measure what they bring."""
+    with contextlib.ExitStack() as patches:
+        for name in changes:
+            patches.enter_context(patch.object(*CHANGES[name]))
         yield
+
+
+def _query_clocks(more: str = "") -> list[str]:
+    keys = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+    return ["nvidia-smi", f"--query-gpu={more}{keys}", "--format=csv,noheader,nounits", "--id=0"]
 
 
 # ---- points --------------------------------------------------------------------------------------
 
-LLAMA = {"max_seq_len": 4096, "amp_dtype": "bfloat16", "sharding": "grad-shard"}
-ONE_B: Settings = LLAMA | {"model": "llama3.2-1b", "batch_size": 8, "total_batch_size": 8}
-EIGHT_B: Settings = LLAMA | {"model": "llama3-8b", "batch_size": 1}
-EIGHT_B_SLICE: Settings = EIGHT_B | {"n_layers": 16, "total_batch_size": 8}
 SMALL_CARD = 100 * 2**30
-"""Bytes; below, the 1B model accumulates and the slice of the 8B model has half the layers."""
+"""Bytes; below, 1B has half the batch, and the slice of 8B half the layers and batch."""
 
 
 def list_points(bench: Bench) -> dict[str, Callable[[], Row]]:
     """Return what to measure by name, most valuable first."""
     one, part = choose_sizes(bench)
     layers = f"8B, {part['n_layers']} layers"
-    tensorwise = {"float8": "tensorwise"}
-    full = EIGHT_B | {"sharding": "full-shard"}
-    small_moments = EIGHT_B | {"optim_dtype": "bfloat16", "beta2": 0.95, "total_batch_size": 8}
-    selective = full | {"batch_size": 2, "activation_checkpointing": "selective"}
+    selective = EIGHT_B | {
+        "sharding": "full-shard",
+        "batch_size": 2,
+        "activation_checkpointing": "selective",
+    }
     return {
         "machine": bench.describe_machine,
         "1B": partial(bench.measure_speed, one),
         "1B saves": partial(bench.measure_saves, one),
         "1B bare": partial(bench.measure_bare_step, one, "1B"),
-        "1B tensorwise": partial(bench.measure_speed, one | tensorwise),
+        "1B tensorwise": partial(bench.measure_speed, one | FLOAT8),
         layers: partial(bench.measure_speed, part),
-        f"{layers}, tensorwise": partial(bench.measure_speed, part | tensorwise),
-        "8B": partial(bench.measure_speed, full),
-        "8B, bfloat16 moments": partial(bench.measure_speed, small_moments),
+        f"{layers}, tensorwise": partial(bench.measure_speed, part | FLOAT8),
+        "8B": partial(bench.measure_speed, EIGHT_B),
+        "8B, bfloat16 moments": partial(bench.measure_speed, SMALL_MOMENTS),
         "8B selective": partial(bench.measure_speed, selective),
         "attention TFLOP/s": bench.measure_attention,
         "matrix products TFLOP/s": bench.measure_products,
@@ -572,32 +659,9 @@ def list_points(bench: Bench) -> dict[str, Callable[[], Row]]:
 
 
 def list_pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
-    """Return the pairs of settings to compare by name; A is the model's, B changes it."""
-    one, part = choose_sizes(bench)
-    one_tensorwise = one | {"float8": "tensorwise"}
-    part_tensorwise = part | {"float8": "tensorwise"}
-    part_recomputed = part | {"activation_checkpointing": "full"}
-    full_shard = {"sharding": "full-shard"}
-    selective = {"activation_checkpointing": "selective"}
-    rowwise = {"float8": "rowwise"}
-    offload = {"activation_offload": True}
-    tuned = {"inductor": {"coordinate_descent_tuning": True}}
-    pairs: dict[str, tuple[Settings, Settings]] = {
-        "1B full-shard": (one, full_shard),
-        "1B loss chunk 2**29": (one, {"logits_limit": 2**29}),
-        "1B selective": (one, selective),
-        "1B rowwise over tensorwise": (one_tensorwise, rowwise),
-        "1B coordinate-descent tuning": (one, tuned),
-        "8B slice full-shard": (part, full_shard),
-        "8B slice bfloat16 moments": (part | {"beta2": 0.95}, {"optim_dtype": "bfloat16"}),
-        "8B slice selective": (part, selective),
-        "8B slice rowwise over tensorwise": (part_tensorwise, rowwise),
-        "1B not compiled": (one, {"compile": False}),
-        "1B activation_offload": (one | {"batch_size": 2}, offload),
-        "8B slice recomputed, activation_offload": (part_recomputed, offload),
-        "1B max-autotune": (one, {"inductor": {"max_autotune": True}}),
-    }
-    return {name: partial(bench.measure_pair, a, a | change) for name, (a, change) in pairs.items()}
+    """Return the pairs of settings to compare by name."""
+    pairs = gpu_pairs.list_pairs(*choose_sizes(bench))
+    return {name: partial(bench.measure_pair, pair) for name, pair in pairs.items()}
 
 
 def choose_sizes(bench: Bench) -> tuple[Settings, Settings]:
@@ -608,7 +672,7 @@ def choose_sizes(bench: Bench) -> tuple[Settings, Settings]:
     if bench.device.type == "cuda":
         card = torch.cuda.get_device_properties(0)
         if card.total_memory < SMALL_CARD:
-            return ONE_B | {"batch_size": 4}, EIGHT_B_SLICE | {"n_layers": 8}
+            return ONE_B | {"batch_size": 4}, EIGHT_B_SLICE | {"n_layers": 8, "batch_size": 2}
     return ONE_B, EIGHT_B_SLICE
 
 

@@ -17,7 +17,16 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.common import STEP, compute_shares
+from benchmarks.common import STEP, compute_shares, summarize_clocks
+from benchmarks.gpu_pairs import (
+    EIGHT_B_SLICE,
+    ONE_B,
+    PRODUCTS,
+    Pair,
+    find_numbers,
+    list_pairs,
+    verdict,
+)
 from benchmarks.table import EndedError, Row, measure
 from lm.config.hyperparameters import Hyperparameters
 from lm.memory import Ranks, count_state
@@ -88,6 +97,12 @@ def test_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
         "idle": 0.2,
     }
     assert compute_shares(events, 1.0) == pytest.approx(expected)
+
+
+def test_clocks_are_those_of_all_complete_samples() -> None:
+    samples = ["1710, 690.5, 60, 0x0000000000000004", "1980, 120.0, 41, 0x0000000000000001", "17"]
+    assert summarize_clocks(samples) == "1845 (1710 to 1980) MHz, 405 (120 to 690) W, 0x5"
+    assert summarize_clocks([]) == ""
 
 
 @pytest.mark.slow
@@ -296,6 +311,7 @@ def test_gpu_benchmark_times_steps_and_their_shares(measured: Measured) -> None:
     for row in steps:
         assert len(row["step_seconds"]) == 3
         assert row["tokens"] > 0
+        assert row["profiled_seconds"] > 0
         assert sum(row["shares"].values()) == pytest.approx(1)
     assert len(re.findall(r"^\| (1B|8B)", measured.printed, re.MULTILINE)) == 6
 
@@ -324,13 +340,37 @@ def test_gpu_benchmark_table_prints_the_results_again(measured: Measured) -> Non
 
 
 @pytest.mark.slow
-def test_gpu_benchmark_pairs(measured: Measured) -> None:
-    pairs = {"1B selective", "1B activation_offload"}
-    process = measured.benchmark.start("--tiny", "--pairs", *pairs)
-    _, errors = process.communicate(timeout=PATIENCE)
+def test_gpu_benchmark_pairs_are_compared_with_predictions(measured: Measured) -> None:
+    pairs = list_pairs(ONE_B, EIGHT_B_SLICE)
+    process = measured.benchmark.start("--tiny", "--pairs")
+    printed, errors = process.communicate(timeout=PATIENCE)
     rows = measured.benchmark.rows()
-    assert all(rows[pair]["ratio"] > 0 for pair in pairs), errors
-    assert rows.keys() == measured.rows.keys() | pairs
+    assert rows.keys() == measured.rows.keys() | pairs.keys()
+    for name, pair in pairs.items():
+        row = rows[name]
+        assert row["found"]["B/A"] if "B/A" in pair.predicted else row["found"]["B step"], errors
+        for arm in pair.arms:
+            n_times = 2 if arm == "A" else 1  # first and last
+            assert len(row["measured"][arm]["step_seconds"]) == 4 * n_times
+        assert f"- {name}: {row['verdict']}" in printed
+    of_slice = rows[next(iter(pairs))]
+    assert of_slice["measured"]["B"]["shares"]["FSDP"] == of_slice["found"]["B FSDP"]
+    assert rows[PRODUCTS]["verdict"] == "not measured: C/A"  # a CPU has no such product
+
+
+@pytest.mark.parametrize(
+    ("b", "expected"),
+    [
+        ({"step": 1.8, "retries": 0}, "held"),
+        ({"step": 1.9, "retries": 0}, "refuted: B/A"),
+        ({"step": 1.9, "retries": 2}, "refuted: B/A, B retries"),
+        ({"step": None, "retries": 0}, "not measured: B/A"),
+    ],
+)
+def test_prediction_is_refuted_above_its_limits(b: dict[str, Any], expected: str) -> None:
+    pair = Pair({"A": {}, "B": {}}, {"B/A": 0.8}, {"B/A": 0.9, "B retries": 0})
+    found = find_numbers(pair, {"A": {"step": 2.0}, "B": b})
+    assert verdict(found, pair.refuted_above) == expected
 
 
 @pytest.mark.slow
