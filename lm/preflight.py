@@ -23,6 +23,7 @@ from lm.checkpoint.store import CheckpointStore
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.run_data import TOKENIZED_ONCE, Data, check_token_files, open_data
+from lm.data.sampler import SampledSource
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
@@ -308,6 +309,11 @@ class ResolvedRun:
         samples_per_epoch = self.data.train.samples_per_epoch
         if samples_per_epoch:
             epoch = f"{format_number(samples_per_epoch / self.global_batch_size)} steps per epoch"
+        if isinstance(hp.data.train_data, dict) and self.trains:  # each has its own epochs
+            assert isinstance(self.data.train, SampledSource)
+            passes = zip(hp.data.train_data, self.data.train.passes(self.max_steps), strict=True)
+            read = [f"{name} {format_number(n)} times" for name, n in passes]
+            epoch = f"reads {', '.join(read)}"
         ranks = f"{world.size} x {world.device.type}"
         step = f"{self.global_batch_size} x {hp.model.max_seq_len} tokens per step"
         return f"{parameters}, {hp.parallel.sharding} over {ranks}, {dtype}; {step}, {epoch}"

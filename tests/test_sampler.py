@@ -27,6 +27,7 @@ def test_mixture_shares_hold_in_every_block(counts: list[int], data: st.DataObje
     weights = [data.draw(st.sampled_from([0.5, 1.0, 2.0, 10.0])) for _ in counts]
     order = Sampler(counts, weights, seed=1, shuffle=data.draw(st.booleans()))
     samples = [order[i] for i in range(2 * MIXTURE_BLOCK)]
+    passes = order.passes(2 * MIXTURE_BLOCK)
     for dataset, (count, weight) in enumerate(zip(counts, weights, strict=True)):
         mine = [
             [index for number, index in block if number == dataset]
@@ -35,6 +36,7 @@ def test_mixture_shares_hold_in_every_block(counts: list[int], data: st.DataObje
         assert len(mine[0]) == len(mine[1]), dataset
         assert abs(len(mine[0]) - MIXTURE_BLOCK * weight / sum(weights)) < 1
         joined = mine[0] + mine[1]
+        assert passes[dataset] == pytest.approx(len(joined) / count)
         for start in range(0, len(joined) - count + 1, count):
             assert sorted(joined[start : start + count]) == list(range(count))
 

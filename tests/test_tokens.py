@@ -20,6 +20,8 @@ from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.windows import WindowDataset, cut_file
 from lm.errors import ConfigError
 from lm.fileio import crc32c
+from tests.support.hyperparameters import TINY
+from tests.support.runs import run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer
 
 
@@ -131,6 +133,17 @@ def test_mixture_is_validated_on_each_of_its_directories(tmp_path: Path) -> None
     (tmp_path / "b" / "validation.json").unlink()
     with pytest.raises(ConfigError, match=f"^val_data: {b} has no validation part"):
         opened({a: 3, b: 1})
+
+
+def test_run_says_how_often_it_reads_each_directory(tmp_path: Path) -> None:
+    """Of 16 samples it reads 12 of the 12 in a, and 4 of the 8 in b."""
+    for name, n_tokens in {"a": 49, "b": 33}.items():
+        checksum = google_crc32c.value(np.arange(n_tokens, dtype="uint16").tobytes())
+        both(tmp_path / name, n_tokens, crc32c=checksum)
+    config = TINY | {"dataset": "tokens", "train_data": {"../a": 3, "../b": 1}}
+    config |= {"vocab_size": 300, "max_seq_len": 4, "total_batch_size": 4, "max_steps": 4}
+    printed = run_fsdp(tmp_path / "run", "--dry-run", config=config, code=0).stdout
+    assert "reads ../a 1 times, ../b 0.5 times" in printed
 
 
 def test_directories_of_one_name_are_separate_validation_sets(tmp_path: Path) -> None:

@@ -102,6 +102,11 @@ class Sampler:
         n_in_this_block = int((datasets[:position_in_block] == dataset).sum())
         return dataset, n_in_earlier_blocks + n_in_this_block
 
+    def passes(self, n_samples: int) -> list[float]:
+        """Return how many epochs of each dataset are in `n_samples`, to a block."""
+        blocks = n_samples / MIXTURE_BLOCK
+        return [blocks * n / size for n, size in zip(self._quotas, self._sizes, strict=True)]
+
     def _draw_block(self, block: int) -> NDArray[np.int64]:
         """Return the dataset of each position in `block`: a permutation of the quotas."""
         datasets = np.repeat(np.arange(len(self._quotas)), self._quotas)
@@ -179,6 +184,10 @@ class SampledSource:
             dataset, index = self._sampler[position]
             batch.append((self._datasets[dataset], index))
         return batch
+
+    def passes(self, n_steps: int) -> list[float]:
+        """Return how often `n_steps` steps read each dataset."""
+        return self._sampler.passes(n_steps * self._global_batch_size)
 
     def batches(
         self,
