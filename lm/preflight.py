@@ -30,6 +30,7 @@ from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.flops import count_flops_per_token
 from lm.hf import weights
 from lm.hf.base import find_base
+from lm.hf.config_json import describe_no_family
 from lm.inputs import (
     RECORD_INPUTS,
     check_searcher,
@@ -274,6 +275,8 @@ class ResolvedRun:
         notes = list(self.data.notes)
         if isinstance(hp.model, TransformersConfig):
             notes += hp.model.notes(dropout=not hp.objective.of_pairs)
+        elif self.trains and hp.data.dataset != "synthetic":
+            notes += describe_no_family(hp.model)
         for task in self.tasks:
             notes += task.notes()
         notes += self.memory.notes()

@@ -14,11 +14,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lm.config.reading import read_hyperparameters
+from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError
+from lm.fileio import REPOSITORY
 from lm.grouped_mm import grouped_mm
 from lm.hf.base import load_trained_model
-from lm.hf.config_json import find_family, write_config
+from lm.hf.config_json import describe_no_family, find_family, write_config
 from lm.hf.export import export_model
 from lm.hf.files import read_object
 from lm.hf.weights import examined_config
@@ -568,6 +569,19 @@ def test_preset_has_as_many_parameters_in_transformers(preset: str, model_type: 
 def test_mixture_without_a_counterpart_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^router_balance: bias .* Qwen3MoeForCausalLM"):
         find_family(new_config(qk_norm="head", router_balance="bias"))
+
+
+def test_start_says_that_a_model_cannot_be_exported(tmp_path: Path) -> None:
+    """That of the first command in the page of mixtures can be, but not without its qk_norm."""
+    lines = (REPOSITORY / "docs" / "mixtures.md").read_text().splitlines()
+    command = next(line for line in lines if line.startswith("python fsdp.py --config "))
+    config, *overrides = command.split()[3:]
+    hp = load_hyperparameters(REPOSITORY / config, overrides)
+    assert describe_no_family(hp.own_model) == []
+    (tmp_path / "text.txt").write_text("some words " * 2000)
+    settings = hp.to_flat() | {"train_data": "../text.txt", "run_name": None, "qk_norm": "none"}
+    started = run_fsdp(tmp_path / "run", "--dry-run", config=settings, code=0)
+    assert "will refuse this model: qk_norm: none has no counterpart" in started.stdout
 
 
 # ---- what is refused

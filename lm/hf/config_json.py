@@ -227,6 +227,15 @@ def find_family(config: ModelConfig) -> Family:
     return families[fitting[0]]
 
 
+def describe_no_family(config: ModelConfig) -> list[str]:
+    """Return why no family has the structure of `config`, for a model that is to be trained."""
+    try:
+        find_family(config)
+    except ConfigError as error:
+        return [f"lm.hf export will refuse this model: {problem}" for problem in error.problems]
+    return []
+
+
 def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
     """Return an error for each value of `config` that `family` cannot represent."""
     supported = dict(family.supported)
