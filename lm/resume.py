@@ -62,6 +62,8 @@ from lm.units import format_bytes
 
 FIXED = keys_that_are("fixed", FIELDS)
 UNLOGGED = keys_that_are("unlogged", FIELDS)
+DATA = {"dataset", "train_data", "fields", "chat_template", "attend_across_documents", "shuffle"}
+"""Keys that decide which samples are read, in which a branch can differ."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class ResumePlan:
     resume_candidates: tuple[Location, ...] = ()
     init_candidates: tuple[Location, ...] = ()
     """only their weights are loaded"""
+    branches: bool = False
+    """the checkpoint to resume from is the one that `resume` named: the data may change"""
     may_be_complete: bool = False
     fresh: bool = False
     """what the run has written before is moved aside"""
@@ -114,11 +118,11 @@ def plan_resume(
             may_be_complete = resume == "auto" and store.shows_completion
             return ResumePlan(tuple(candidates), may_be_complete=may_be_complete)
         if state.resumed_from is not None:
-            return ResumePlan((_locate_start(state.resumed_from, store),))
+            return ResumePlan((_locate_start(state.resumed_from, store),), branches=True)
     if resume not in ("auto", "fresh"):
         candidate = _locate_named(resume, state, store)
         begins_with = begins_with.replace(resumed_from=str(candidate))
-        return ResumePlan((candidate,), fresh=fresh, begins_with=begins_with)
+        return ResumePlan((candidate,), branches=True, fresh=fresh, begins_with=begins_with)
     if not fresh and state.init_from not in (None, init_from):
         started = f"{store}: no checkpoint yet of the run, which started from {state.init_from}"
         remedy = f"use init_from={state.init_from}, or resume=fresh for another start"
@@ -275,7 +279,7 @@ def describe_complete_run(
     lines = [f"{run} is {state}; raise {length} to train on, or restart with resume=fresh"]
     if jump is not None:
         lines.append(jump)
-    for change in changes:
+    for change in changes.values():
         ignored = f"ignored, as no step is left: {make_printable(change)}"
         lines.append(f"{ignored}; another run_name trains with it")
     return lines
@@ -329,7 +333,9 @@ def load_checkpoint(
                     saved.manifest.trial_id != run_info.trial_id
                 )
                 if plan.resume_candidates and not is_fork:
-                    return _resume_from(candidate, saved, checkpointer, state, run_info, log)
+                    return _resume_from(
+                        candidate, saved, checkpointer, state, run_info, plan.branches, log
+                    )
                 _load_weights(saved, state, run_info, log)
                 seconds = time.monotonic() - started
                 peak = GIB * max(saved.world.all_gather_object(peak_memory_gib(saved.world.device)))
@@ -391,10 +397,12 @@ def _resume_from(
     checkpointer: Checkpointer,
     state: State,
     run_info: RunInfo,
+    branches: bool,
     log: Callable[[str], None],
 ) -> Manifest:
     manifest = saved.manifest
-    for change in require_same_run(manifest, run_info):
+    changes = require_same_run(manifest, run_info, branches)
+    for change in changes.values():
         log(f"changed: {make_printable(change)}")
     jump = compare_learning_rates(location, manifest, run_info)
     late = too_late_to_skip(location, manifest, run_info)
@@ -415,6 +423,8 @@ def _resume_from(
     for first, last in late:
         remedy = f"to skip all of it, resume from a checkpoint before step {first}"
         log(f"skip_steps: [{first}, {last}] starts too late; {remedy} (resume=CHECKPOINT)")
+    if "train_data" in changes:  # a stream of others starts at its first document
+        return manifest.model_copy(update={"dataset_state": None})
     return manifest
 
 
@@ -441,11 +451,14 @@ def _load_weights(
     saved.read_into({"model": state["model"]})
 
 
-def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
+def require_same_run(saved: RunInfo, run_info: RunInfo, branches: bool = False) -> dict[str, str]:
     """Raise ConfigError if the hyperparameters, the data or the base of adapters make another run.
 
+    Args:
+        branches: whether the data may change.
+
     Returns:
-        Other changes.
+        Other changes, by key.
     """
     old = _what_is_compared(saved)
     new = _what_is_compared(run_info)
@@ -453,6 +466,8 @@ def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
     fixed = FIXED
     if new.get("objective") == "dpo":  # as the checkpoint's log-probabilities depend on these
         fixed = FIXED | {"val_data", "amp_dtype"}
+    elif branches:
+        fixed = FIXED - DATA
     different = {key: change for key, change in changes.items() if key in fixed}
     old_class = saved.model.get("transformers_config", {})  # of another version of transformers,
     new_class = run_info.model.get("transformers_config", {})  # it can have other keys
@@ -464,12 +479,13 @@ def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
         remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
         causes: list[str] = []
         if "train_data" in different:
-            remedy += "; init_from with this run's directory keeps its weights"
+            remedy += "; on other data, another run_name can start with this run's weights"
+            remedy += " (init_from=RUN), or also with its moments and schedule (resume=RUN)"
             keys = [key for key in DataConfig.model_fields if key in changes.keys() - different]
             causes = [changes[key] for key in keys if key != "val_data"]
         raise ConfigError(*causes, *different.values(), f"this would be a different run: {remedy}")
     require_same_base(saved, run_info)
-    return [change for key, change in changes.items() if key not in UNLOGGED]
+    return {key: change for key, change in changes.items() if key not in UNLOGGED}
 
 
 def _what_is_compared(info: RunInfo) -> dict[str, Any]:

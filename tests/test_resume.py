@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.multiprocessing import ProcessExitedException
 
 from lm import sampling, strict_yaml
@@ -580,6 +581,33 @@ def test_decay_that_branches_equals_a_complete_run(tmp_path: Path) -> None:
     assert read_manifest(last[0]).files == read_manifest(last[1]).files  # with checksums
 
 
+@pytest.mark.slow
+def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> None:
+    for name, word in {"a": "one two ", "b": "three ", "val": "four "}.items():
+        (tmp_path / f"{name}.txt").write_text(word * 300)
+    of_text = {"dataset": "text", "tokenizer": "bytes", "max_seq_len": 16, "vocab_size": 257}
+    config = RUN | of_text | {"val_data": f"{tmp_path}/val.txt", "report_rate": 1}
+    stable, branch, killed = (tmp_path / name for name in ("stable", "branch", "killed"))
+    run_fsdp(stable, f"train_data={tmp_path}/a.txt", "max_steps=4", config=config, code=0)
+    checkpoint = checkpoints_by_step(stable)[4]
+    decay = ["lr_schedule=wsd", "decay_steps=3", "max_steps=7", f"train_data={tmp_path}/b.txt"]
+    refused = run_fsdp(stable, *decay, config=config, code=2)
+    assert "train_data: " in refused.stderr
+
+    started = run_fsdp(branch, *decay, f"resume={checkpoint}", config=config, code=0)
+    assert "changed: train_data: " in started.stdout
+    metrics = read_exact_metrics(branch)
+    assert sorted(metrics) == [5, 6, 7]
+    assert metrics[7]["lr"] < metrics[5]["lr"]
+    optimizer = load_file(next(checkpoints_by_step(branch)[7].glob("optim-*")))
+    assert {value.item() for name, value in optimizer.items() if name.endswith("step")} == {7.0}
+
+    run_fsdp(killed, *decay, f"resume={checkpoint}", "stop_at_step=5", config=config, code=0)
+    resumed = run_fsdp(killed, *decay, config=config, code=0)
+    assert "changed: train_data" not in resumed.stdout
+    assert read_exact_metrics(killed) == metrics
+
+
 @pytest.mark.parametrize(
     ("changes", "jump"),
     [
@@ -641,7 +669,7 @@ def test_change_of_a_config_of_transformers_makes_another_run() -> None:
         for config in (saved, now)
     ]
     with pytest.raises(ConfigError) as refused:
-        require_same_run(*infos)
+        require_same_run(infos[0], infos[1])
     change, remedy = refused.value.problems
     assert change == "norm_eps: 1e-05 in the checkpoint, now 0.001"
     assert "different run" in remedy
