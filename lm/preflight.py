@@ -40,7 +40,7 @@ from lm.inputs import (
     resolve_seed,
 )
 from lm.launch.console import announce
-from lm.launch.launch import exit_code_of_stop, is_restart
+from lm.launch.launch import exit_code_of_stop, is_restart, launch_ids
 from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
 from lm.metrics.device import peak_flops
@@ -357,6 +357,7 @@ def preflight(
         store,
         is_restart(os.environ),
         hp.checkpoint.init_from,
+        launch_ids(os.environ),
     )
     if dry_run and resume_plan.resume_candidates:
         start = find_start(hp, world)  # its base is compared with theirs

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,6 +89,7 @@ def plan_resume(
     store: CheckpointStore,
     restarted: bool,
     init_from: str | None = None,
+    launch: Mapping[str, str] | None = None,
 ) -> ResumePlan:
     """Find the checkpoints to resume from, or else the one to load weights from.
 
@@ -101,6 +102,7 @@ def plan_resume(
         restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
             one.
         init_from: the hyperparameter.
+        launch: the `launch_ids` of this start.
 
     Raises:
         ConfigError: `resume` or `init_from` is not a checkpoint, or `init_from` is not that of the
@@ -108,9 +110,10 @@ def plan_resume(
         CheckpointError: there are checkpoints, but none is complete.
     """
     state = store.read_state() or RunState()
+    begins_with = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
     # A restart whose first attempt failed before it recorded its start is a first start, too.
-    fresh = resume != "auto" and not (restarted and state.resume in (None, resume))
-    begins_with = RunState(resume=resume, init_from=init_from)
+    is_later_attempt = restarted and (state.resume is None or _has_begun(begins_with, state))
+    fresh = resume != "auto" and not is_later_attempt
     if not fresh:
         with _weights_as_remedy(store):
             candidates = store.find_candidates(PARTS, "resume=fresh starts at step 0")
@@ -131,6 +134,12 @@ def plan_resume(
     if init_checkpoint is None:
         return plan
     return replace(plan, init_candidates=(_locate("init_from", init_checkpoint, store),))
+
+
+def _has_begun(start: RunState, recorded: RunState) -> bool:
+    """Return whether what is recorded is an earlier attempt of `start`, and not another start."""
+    has_common_launcher = not start.launch.items().isdisjoint(recorded.launch.items())
+    return recorded.resume == start.resume and has_common_launcher
 
 
 @contextmanager

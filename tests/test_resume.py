@@ -338,18 +338,23 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def restart(folder: Path, *overrides: str) -> str:
-    """Start a run as a launcher does after a failure; return what it prints."""
-    return run_fsdp(folder, *overrides, code=0, TORCHELASTIC_RESTART_COUNT="1").stdout
+def attempt(number: int, folder: Path, *overrides: str, launch: str = "a") -> str:
+    """Start a run as torchrun does, first or after a failure; return what it prints."""
+    env: dict[str, Any] = {"TORCHELASTIC_RUN_ID": launch, "TORCHELASTIC_RESTART_COUNT": str(number)}
+    return run_fsdp(folder, *overrides, code=0, **env).stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["fresh", "checkpoint"])
 def test_restart_resumes_whatever_resume_is(value: str, two_steps: Path, tmp_path: Path) -> None:
     resume = "fresh" if value == "fresh" else str(checkpoints_by_step(two_steps)[2])
-    run_fsdp(tmp_path, "max_steps=3", f"resume={resume}", code=0, TORCHELASTIC_RESTART_COUNT="0")
-    assert ", step 3\n" in restart(tmp_path, "max_steps=4", f"resume={resume}")
+    attempt(0, tmp_path, "max_steps=3", f"resume={resume}")
+    assert ", step 3\n" in attempt(1, tmp_path, "max_steps=4", f"resume={resume}")
     assert not list((tmp_path / "runs" / "test").glob("before-*"))
+    # Another start, whose first attempt failed before it recorded itself:
+    started = attempt(1, tmp_path, "max_steps=4", f"resume={resume}", launch="b")
+    assert ", step 4\n" not in started
+    assert list((tmp_path / "runs" / "test").glob("before-*"))
 
 
 @pytest.mark.slow
@@ -357,7 +362,7 @@ def test_restart_without_a_checkpoint_resumes_the_given_one(
     two_steps: Path, tmp_path: Path
 ) -> None:
     source = checkpoints_by_step(two_steps)[2]
-    printed = restart(tmp_path, "max_steps=3", f"resume={source}")
+    printed = attempt(1, tmp_path, "max_steps=3", f"resume={source}")
     assert f"resumed from checkpoint {source.name}, step 2" in printed
 
 
@@ -366,8 +371,8 @@ def test_restart_after_resume_moved_its_run_aside(two_steps: Path, tmp_path: Pat
     """The run's first start resumes its own checkpoint, and moves it aside with the others."""
     shutil.copytree(two_steps / "runs", tmp_path / "runs")
     resume = f"resume={checkpoints_by_step(tmp_path)[2]}"
-    run_fsdp(tmp_path, "max_steps=3", resume, code=0, TORCHELASTIC_RESTART_COUNT="0")
-    assert ", step 3\n" in restart(tmp_path, "max_steps=4", resume)
+    attempt(0, tmp_path, "max_steps=3", resume)
+    assert ", step 3\n" in attempt(1, tmp_path, "max_steps=4", resume)
 
 
 KILL_IN_STEP = """
@@ -395,7 +400,7 @@ def test_start_is_remembered_until_the_first_checkpoint(
     run_fsdp(tmp_path, "max_steps=4", script=KILL_IN_STEP, code=-signal.SIGKILL)
     again = run_fsdp(tmp_path, "max_steps=4", resume, script=KILL_IN_STEP, code=-signal.SIGKILL)
     assert f"resumed from checkpoint {checkpoint.name}, step 2\n" in again.stdout
-    assert f"{checkpoint.name}, step 2\n" in restart(tmp_path, "max_steps=3", resume)
+    assert f"{checkpoint.name}, step 2\n" in attempt(1, tmp_path, "max_steps=3", resume)
     done = run_fsdp(tmp_path, "max_steps=4", code=0)
     assert ", step 3\n" in done.stdout
 
@@ -472,7 +477,7 @@ def test_restart_of_a_start_that_failed_early_is_that_start(
     run_fsdp(tmp_path, "max_steps=1", code=0)
     checkpoint = checkpoints_by_step(two_steps)[2]
     for resume, start in ((f"{checkpoint}", f"{checkpoint.name}, step 2\n"), ("fresh", "")):
-        printed = restart(tmp_path, "max_steps=3", f"resume={resume}")
+        printed = attempt(1, tmp_path, "max_steps=3", f"resume={resume}")
         assert start in printed
         assert ("resumed from" in printed) == bool(start)
     assert len(list((tmp_path / "runs" / "test").glob("before-*"))) == 2
@@ -636,7 +641,7 @@ def test_stopped_run_with_fewer_steps_says_how_to_train_on(tmp_path: Path) -> No
     done = run_fsdp(tmp_path, "max_steps=2", "checkpoint_rate=3", code=0)
     assert "stopped at step 3 of 6, and max_steps is 2; raise max_steps" in done.stdout
     assert "learning rate" not in done.stdout
-    assert ", step 3\n" in restart(tmp_path, "max_steps=6")
+    assert ", step 3\n" in attempt(1, tmp_path, "max_steps=6")
 
 
 @pytest.mark.slow

@@ -159,6 +159,12 @@ def is_restart(env: Mapping[str, str]) -> bool:
     return False
 
 
+def launch_ids(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what all attempts of this start have in common, by the launchers' variables."""
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+    return {name: env[name] for name in names if name in env}
+
+
 def exit_code_of_stop(env: Mapping[str, str]) -> int:
     """Return the exit code of a run that stopped before its last step.
 

@@ -31,6 +31,9 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
         default=None,
         description="the hyperparameter, as it was when the run started; null = unknown",
     )
+    launch: dict[str, str] = Field(
+        default={}, description="what identifies the start to its later attempts: `launch_ids`"
+    )
     resumed_from: str | None = Field(
         default=None,
         description="checkpoint that it resumed from, another run's or one in `before-*`",
