@@ -41,7 +41,8 @@ MAX_INDEX_BYTES = 512 << 20
 """Of the index of a token file, which lists its sources: some 3 million."""
 MAX_SLICES = 1 << 16
 """Entries in the headers of a checkpoint or a model, in addition to one per KiB of its files."""
-_CHECKSUM_BLOCK_BYTES = 1 << 22
+_CHECKSUM_BLOCK_BYTES = 1 << 18
+"""Read at a time: what fits into the cache of a core."""
 _POINTERS = {
     re.compile(rb"version https://git-lfs"): ("Git LFS pointer", "git lfs pull"),
     # Also a link, as Git writes it where there are none.

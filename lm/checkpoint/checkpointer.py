@@ -74,8 +74,8 @@ class SavedState:
         """Verify what `state` needs and fill this rank's slices of it, on all ranks together.
 
         Raises:
-            CheckpointError: the checkpoint is damaged; no state changed, unless a file was changed
-                while it was read.
+            CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or NaN
+                or a file was changed while it was read.
             ConfigError: its tensors differ from the state's; lists every difference, no state
                 changed.
         """

@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import BufferedReader
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +37,8 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 MAX_FILE_BYTES = 2 << 30
 READ_BYTES = 4 << 20
 """Read at a time: what fits into the cache of a core, where it is checked and converted."""
-WRITE_BYTES = 4 << 20
-"""Written, and added to the checksum, at a time."""
-SCAN_BYTES = 256 << 10
-"""Read at a time to compare checksums: what fits into the cache of a core."""
+WRITE_BYTES = 1 << 20
+"""Written, and added to the checksum, at a time: more would be new memory each time."""
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Live tensors by object, e.g. "model", and name: saving reads them, loading writes into them."""
@@ -244,41 +241,3 @@ def _read_rows(
                 yield values
     except OSError as error:
         raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
-
-
-def verify_file(path: Path, slices: Iterable[TensorSlice], crc32c: int) -> None:
-    """Compare the checksum of a file, which holds `slices`. Reads it once, in little memory.
-
-    Raises:
-        CheckpointError: it cannot be read, has another checksum, or holds inf or NaN.
-    """
-    checksum = 0
-    is_finite = True
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            for piece in sorted(slices, key=lambda piece: piece.begin):
-                dtype = torch_dtype(piece)
-                for block in _read_blocks(file, piece.begin - file.tell()):
-                    checksum = google_crc32c.extend(checksum, bytes(block))
-                for block in _read_blocks(file, piece.n_rows * piece.row_bytes):
-                    checksum = google_crc32c.extend(checksum, bytes(block))
-                    if not _is_finite(torch.frombuffer(block, dtype=dtype)):
-                        is_finite = False
-            for block in _read_blocks(file, os.fstat(file.fileno()).st_size - file.tell()):
-                checksum = google_crc32c.extend(checksum, bytes(block))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    if checksum != crc32c:
-        raise CheckpointError(f"{path}: damaged: its checksum does not match the manifest")
-    if not is_finite:
-        raise CheckpointError(f"{path}: contains inf or NaN; use another checkpoint")
-
-
-def _read_blocks(file: BufferedReader, n_bytes: int) -> Iterator[bytearray]:
-    """Yield the next `n_bytes` of `file` in blocks, of whole values; fewer if the file ends."""
-    while n_bytes > 0:
-        block = bytearray(min(n_bytes, SCAN_BYTES))
-        if file.readinto(block) < len(block):
-            return
-        yield block
-        n_bytes -= len(block)
