@@ -29,6 +29,7 @@ from lm.errors import ConfigError, RunError
 from lm.resume import plan_resume
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
+from lm.storage.folder import scratch
 from lm.storage.lock import hold_until_exit
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -298,7 +299,8 @@ def test_save_removes_what_a_killed_download_left(tmp_path: Path) -> None:
     """As of `resume=URL` of a run on a disk."""
 
     def save(world: World) -> str:
-        (tmp_path / ".transfer-x" / "copy").mkdir(parents=True)
+        with scratch(tmp_path) as directory:
+            Path(f"{directory}x", "copy").mkdir(parents=True)
         with open_checkpointer(world, tmp_path) as checkpointer:
             return save_toy(checkpointer, world, 1)
 
@@ -408,7 +410,7 @@ def test_keep_checkpoints_ignores_partial_checkpoints(
             cut, killed = (save_toy(checkpointer, world, step) for step in (8, 9))
             shard = tmp_path / cut / SHARDS[0]
             shard.write_bytes(shard.read_bytes()[:-1])
-            (tmp_path / killed).rename(tmp_path / f".deleted-{killed}")
+            (tmp_path / killed).rename(tmp_path / f".{killed}.deleted-12345678")
             (tmp_path / "partial").mkdir()
             (tmp_path / "partial" / SHARDS[0]).touch()
             for step in (10, 11, 12):
@@ -417,7 +419,7 @@ def test_keep_checkpoints_ignores_partial_checkpoints(
     in_world(save_next_to_remains)
     assert steps_left(tmp_path) == [8, 11, 12]
     assert (tmp_path / "partial" / SHARDS[0]).exists()
-    assert not list(tmp_path.glob(".deleted-*"))
+    assert not list(tmp_path.glob(".*.deleted-*"))
 
 
 def test_load_lists_every_tensor_that_differs(tmp_path: Path) -> None:
@@ -451,7 +453,7 @@ def test_checkpoint_list_says_what_is_complete_or_why_not(
     truncated = (first / SHARDS[0]).read_bytes()[:-1]
     (first / SHARDS[0]).write_bytes(truncated)
     (second / MANIFEST).unlink()
-    (stopped / "runs/test/checkpoints/.deleted-x").mkdir()
+    (stopped / "runs/test/checkpoints/.x.deleted-12345678").mkdir()
     assert main(["list", str(stopped / "runs" / "test")]) == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines.keys() == {first.name, second.name, third.name}

@@ -18,7 +18,7 @@ from lm.checkpoint.__main__ import main
 from lm.checkpoint.contents import load_weights, read_tensors, verify
 from lm.checkpoint.headers import full_shape
 from lm.checkpoint.layout import MAX_ENTRY_BYTES, most_bytes
-from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, record
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from lm.checkpoint.tensor_files import torch_dtype, write_tensors
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
@@ -26,6 +26,7 @@ from lm.fileio import MAX_SLICES
 from lm.hf.base import open_model
 from lm.hf.export import export_model
 from lm.shards import Rows
+from lm.storage.folder import record
 from model import ModelConfig, Transformer
 from tests.support.checkpoints import (
     OPTIM_SHARDS,

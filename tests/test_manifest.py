@@ -22,7 +22,6 @@ from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     read_manifest,
-    record,
     write_manifest,
 )
 from lm.checkpoint.retention import SavedCheckpoint, expired
@@ -30,6 +29,7 @@ from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError
 from lm.resume import ResumePlan, find_complete
 from lm.runtime.world import World
+from lm.storage.folder import record
 from model import Transformer
 from tests.support.checkpoints import (
     OPTIM_SHARDS,
@@ -164,7 +164,7 @@ def test_find_checkpoint_finds_the_newest_complete_one(
             checkpoints / f"{number}", manifest.model_copy(update={"time": 1000.0 + number})
         )
     (checkpoints / "2" / SHARDS[0]).unlink()
-    (checkpoints / ".deleted-x").mkdir()
+    (checkpoints / ".x.deleted-12345678").mkdir()
     assert find_checkpoint(tmp_path) == checkpoints / "1"
     assert capsys.readouterr().err == f"skipping {checkpoints}/2/{SHARDS[0]}: missing\n"
 

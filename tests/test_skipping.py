@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from lm.checkpoint.manifest import FileRecord, read_manifest
+from lm.checkpoint.manifest import (
+    read_manifest,
+)
 from lm.errors import ConfigError
 from lm.launch.launch import Launch
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
+from lm.storage.folder import FileRecord
 from lm.training import skipping
 from lm.training.skipping import WINDOW, SkipConfig, SpikeFilter, check_skipped
 from tests.support.ranks import run_ranks

@@ -150,7 +150,7 @@ def test_store_loads_what_was_saved(kind: str, place: Path) -> None:
                 start_date(plan, store).isoformat()
                 == RUN_INFO.hyperparameters["chat_template_date"]
             )
-            assert not list(place.rglob(".transfer-*"))
+            assert not list(place.rglob(".scratch.*"))
 
     in_world(save_and_load)
 

@@ -24,7 +24,10 @@ import torch
 from lm import generate, strict_yaml
 from lm.checkpoint.__main__ import list_run
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import DRAFT, MANIFEST, record
+from lm.checkpoint.manifest import (
+    DRAFT,
+    MANIFEST,
+)
 from lm.checkpoint.store import LocalCheckpoints
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
@@ -38,7 +41,7 @@ from lm.preflight import choose_cache
 from lm.prepare import main as prepare
 from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import STATE
-from lm.storage.folder import drafted, writing
+from lm.storage.folder import drafted, record, writing
 from tests.support import REPOSITORY
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
 from tests.support.hyperparameters import TINY

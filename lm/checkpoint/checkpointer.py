@@ -38,12 +38,10 @@ from lm.checkpoint.manifest import (
     PARTS,
     WEIGHTS,
     CheckpointError,
-    FileRecord,
     Manifest,
     RunInfo,
     TrainingProgress,
     read_manifest,
-    record,
     write_manifest,
 )
 from lm.checkpoint.store import CheckpointStore
@@ -53,6 +51,7 @@ from lm.fileio import write_durably
 from lm.launch.machine import host_memory
 from lm.runtime.world import World
 from lm.shards import Rows, to_local
+from lm.storage.folder import FileRecord, record
 from lm.transformers_config import model_config
 from lm.units import format_bytes
 

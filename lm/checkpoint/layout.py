@@ -16,11 +16,11 @@ from lm.checkpoint.manifest import (
     MANIFEST,
     PARTS,
     CheckpointError,
-    FileRecord,
     Manifest,
     describe_invalid,
 )
 from lm.fileio import MAX_SLICES, MAX_TOKENIZER_BYTES
+from lm.storage.folder import FileRecord
 from lm.training.config import LoraConfig, adapter_problems, n_trained_parameters
 from lm.transformers_config import AnyModelConfig, model_config
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from lm.checkpoint.manifest import (
 )
 from lm.errors import RunError
 from lm.fileio import MAX_JSON_BYTES
-from lm.runtime.run_dir import TRANSFER_PREFIX
 from lm.storage.bucket import Bucket, is_url
+from lm.storage.folder import scratch
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -113,7 +112,7 @@ class UrlLocation(Location):
     @contextmanager
     def fetch(self, parts: Collection[str] = PARTS) -> Iterator[Path]:
         """Yield a directory with `parts` of the checkpoint: a copy, which is deleted at the end."""
-        with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
+        with scratch(None) as directory:
             yield self.download(Path(directory) / self.name, parts)
 
     def download(self, directory: Path, parts: Collection[str] = PARTS) -> Path:
@@ -146,7 +145,7 @@ class UrlLocation(Location):
         Args:
             transfers: where downloads have directories; None = the system's temporary directory.
         """
-        with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=transfers) as directory:
+        with scratch(transfers) as directory:
             path = Path(directory) / self.name
             world.run_in_thread_on_each_node(self.download, path, parts)
             launch = world.launch

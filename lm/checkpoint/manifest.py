@@ -37,7 +37,6 @@ from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
 from lm.fileio import (
     MAX_JSON_BYTES,
-    crc32c,
     describe_invalid,
     parse_json,
     read_bytes,
@@ -45,10 +44,10 @@ from lm.fileio import (
     sync_directory,
 )
 from lm.metrics.records import MetricSums
+from lm.storage.folder import MANIFEST, FileRecord
 from lm.transformers_config import model_config
 
 FORMAT = 2
-MANIFEST = "manifest.json"
 DRAFT = f"{MANIFEST}.draft"
 """File in a directory that is not a complete checkpoint yet; `replace_durably` renames it."""
 PARTS = ("model", "optim", "scaler", "spikes", "reference")
@@ -70,13 +69,6 @@ class NoManifestError(CheckpointError):
 
 class NoTrainingStateError(CheckpointError):
     """A checkpoint lacks files that a run resumes from; those of its weights are there."""
-
-
-class FileRecord(BaseModel, frozen=True, extra="forbid"):
-    """Size and checksum of a file."""
-
-    bytes: Count
-    crc32c: int = Field(ge=0, lt=2**32)
 
 
 class Base(BaseModel, frozen=True, extra="forbid"):
@@ -157,11 +149,6 @@ class Manifest(RunInfo, TrainingProgress, frozen=True):
         """Return the files with the tensors of `parts`, and those of the tokenizer."""
         others = tuple(f"{part}-" for part in PARTS if part not in parts)
         return {name: entry for name, entry in self.files.items() if not name.startswith(others)}
-
-
-def record(path: Path) -> FileRecord:
-    """Return the size and checksum of the file at `path`."""
-    return FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
 
 
 def add_checksum(fields: dict[str, Any]) -> bytes:

@@ -8,8 +8,6 @@ URL/lease/NNNNNN         names the process that writes; the highest number count
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +22,6 @@ from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints, NewCheckpoint
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
-from lm.runtime.run_dir import TRANSFER_PREFIX
 from lm.runtime.run_state import (
     ASIDE,
     STATE,
@@ -36,6 +33,7 @@ from lm.runtime.run_state import (
     write_state,
 )
 from lm.storage.bucket import Bucket
+from lm.storage.folder import scratch, settle
 from lm.storage.lease import Lease, is_leased
 
 if TYPE_CHECKING:
@@ -141,8 +139,9 @@ class BucketCheckpoints(CheckpointStore):
     def start(self, world: World) -> None:
         world.run_in_thread(self.files)  # every machine can read
         world.run_in_thread_on_rank0(self.acquire)
+        assert self.transfers is not None
         with world.all_or_none():
-            self._remove_transfers()
+            settle(self.transfers)
 
     @oserror_as_config_error
     def acquire(self) -> None:
@@ -165,15 +164,10 @@ class BucketCheckpoints(CheckpointStore):
         # Only now: `release` uploads the run's files, which have to be those of the bucket.
         self._lease = lease
 
-    def _remove_transfers(self) -> None:
-        assert self.transfers is not None
-        for path in self.transfers.glob(f"{TRANSFER_PREFIX}*"):  # a kill left it
-            shutil.rmtree(path, ignore_errors=True)
-
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:
         name = str(world.on_rank0(uuid.uuid4))
-        with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=self.transfers) as directory:
+        with scratch(self.transfers) as directory:
             path = Path(directory)
             yield NewCheckpoint(path, name)
             if world.rank == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,18 +23,15 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
-from lm.runtime.run_dir import TRANSFER_PREFIX
 from lm.runtime.run_state import RunState, begin_run, has_files, read_state, write_state
 from lm.storage.bucket import is_url
+from lm.storage.folder import discard, scratch, settle
 from lm.storage.lock import is_held, require_held
 
 if TYPE_CHECKING:
     from determined import core
 
     from lm.runtime.world import World
-
-
-DELETED = ".deleted-"
 
 
 @dataclass
@@ -265,16 +261,13 @@ class LocalCheckpoints(CheckpointStore):
         if keep is not None:  # else there may be thousands
             saved, _ = self.list_saved()
         for entry in expired(saved, keep, damaged):
-            # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
-            (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
+            discard(self.path / entry.name)
         # This run, which has the lock, is not saving.
         for path in list(self.path.glob("[!.]*/")):
             is_draft = (path / DRAFT).exists() or not any(path.iterdir())
             if is_draft and not path.is_symlink():
-                path.rename(self.path / f"{DELETED}{path.name}")
-        for prefix in (DELETED, TRANSFER_PREFIX):  # includes what kills left
-            for path in self.path.glob(f"{prefix}*"):
-                shutil.rmtree(path, ignore_errors=True)
+                discard(path)
+        settle(self.path)
 
     def announce(self, state: RunState) -> None:
         if not has_files(self.path.parent):
@@ -348,7 +341,7 @@ class ClusterCheckpoints(CheckpointStore):
                 yield NewCheckpoint(path, name)
             return
         # `store_path` would report the checkpoint before all ranks have uploaded their files.
-        with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX) as directory:
+        with scratch(None) as directory:
             new = NewCheckpoint(Path(directory))
             yield new
             # Without a selector, directories on two nodes with equal device and inode are taken

@@ -22,11 +22,9 @@ from lm.checkpoint.manifest import (
     MANIFEST,
     WEIGHTS,
     Base,
-    FileRecord,
     Manifest,
     check_files,
     read_manifest,
-    record,
 )
 from lm.data.hub import find_directory
 from lm.data.tokenizer.files import TOKENIZER_JSON
@@ -36,6 +34,7 @@ from lm.hf import weights
 from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
 from lm.storage.bucket import is_url
+from lm.storage.folder import FileRecord, record
 from lm.training import lora
 from lm.training.lora import Adapters
 from lm.transformers_model import AnyModel, convert_weights, new_model

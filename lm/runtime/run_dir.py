@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from lm.errors import ConfigError, RunError
 from lm.fileio import open_regular, print_once, replace_durably, sync_directory
 from lm.runtime.run_state import STATE, finish_move, read_state
+from lm.storage.folder import scratch
 from lm.storage.lock import hold_until_exit, holds, read_holder
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """Directory of all runs, below the one that the command is started in."""
-TRANSFER_PREFIX = ".transfer-"
-"""Prefix of temporary directories for transfers to and from object storage."""
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{,199}"
 """Regular expression of a directory's name."""
@@ -175,7 +174,7 @@ class RunDir:
 
 def _try_to_save(directory: Path) -> None:
     """Do once what saving a checkpoint does; raise OSError as that would after many steps."""
-    with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=directory) as name:
+    with scratch(directory) as name:
         draft = Path(name) / "draft"
         draft.mkdir()
         replace_durably(draft / "file", b"\n")

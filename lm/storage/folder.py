@@ -4,6 +4,7 @@
     .NAME.lock                  held by the process that writes it
     .NAME.draft-HOST-XXXXXXXX   what that process writes
     .NAME.replaced              the folder before, while a new one takes its place
+    .NAME.deleted-XXXXXXXX      a folder that is being deleted
 
 A draft that exists while nobody holds the lock is that of a killed process, and the next one to
 hold it deletes it. Where machines do not see the locks of each other, each deletes its own drafts
@@ -18,6 +19,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +44,7 @@ MANIFEST = "manifest.json"
 IDLE_SECONDS = 86400.0
 """After so long without a write, a draft of another machine is one of a killed process."""
 _HOST = re.sub(r"\W", "_", socket.gethostname())
-_TRACE = re.compile(r"\.(.+)\.(lock|draft-\w+-\w+|replaced)")
+_TRACE = re.compile(r"\.(.+)\.(lock|draft-\w+-\w+|deleted-\w+|replaced)")
 """what is next to the folder of a name while it is written"""
 _IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, *_IS_THERE)
@@ -51,8 +53,13 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EL
 class FileRecord(BaseModel, frozen=True, extra="forbid"):
     """A file of a folder."""
 
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, lt=2**63)
     crc32c: int = Field(ge=0, lt=2**32)
+
+
+def record(path: Path) -> FileRecord:
+    """Return the size and checksum of the file at `path`."""
+    return FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid"):
@@ -104,7 +111,7 @@ def settle(directory: Path) -> None:
 
 
 def _settle(path: Path) -> None:
-    """Delete the drafts of `path` that killed processes have left; no living one holds its lock."""
+    """Delete what killed processes have left of `path`; no living one holds its lock."""
     replaced = _replaced(path)
     if replaced.exists():
         if path.exists():
@@ -114,6 +121,8 @@ def _settle(path: Path) -> None:
     for draft in path.parent.glob(f".{glob.escape(path.name)}.draft-*"):
         if f".draft-{_HOST}-" in draft.name or _is_idle(draft):
             shutil.rmtree(draft, ignore_errors=True)
+    for deleted in path.parent.glob(f".{glob.escape(path.name)}.deleted-*"):
+        shutil.rmtree(deleted, ignore_errors=True)
 
 
 def _is_idle(draft: Path) -> bool:
@@ -185,7 +194,7 @@ def write_manifest(folder: Path, made_from: Mapping[str, Any]) -> None:
     """Write the manifest of the files that are in `folder`."""
     files: dict[str, FileRecord] = {}
     for path in sorted(folder.iterdir()):
-        files[path.name] = FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
+        files[path.name] = record(path)
     manifest = Manifest(made_from=dict(made_from), files=files)
     write_durably(folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
 
@@ -221,9 +230,18 @@ def find_damage(
 
 def discard(path: Path) -> None:
     """Delete what is at `path`, which is no longer there at any moment of that."""
-    aside = _new_draft(path)
+    aside = path.with_name(f".{path.name}.deleted-{uuid.uuid4().hex[:8]}")
     path.rename(aside)
     if aside.is_dir() and not aside.is_symlink():
         shutil.rmtree(aside, ignore_errors=True)
     else:
         aside.unlink()
+
+
+def scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """Return a directory in `directory`, which `settle` deletes if a kill leaves it.
+
+    Args:
+        directory: None = the system's for temporary files.
+    """
+    return tempfile.TemporaryDirectory(prefix=f".scratch.draft-{_HOST}-", dir=directory)

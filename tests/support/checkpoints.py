@@ -25,7 +25,6 @@ from lm.checkpoint.manifest import (
     RunInfo,
     TrainingProgress,
     read_manifest,
-    record,
     write_manifest,
 )
 from lm.checkpoint.store import LocalCheckpoints
@@ -35,6 +34,7 @@ from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
 from lm.shards import Rows
+from lm.storage.folder import record
 from lm.training.lora import trained_parameters
 from lm.training.optim import OptimConfig, Optimizer
 from model import ModelConfig, Transformer
