@@ -182,6 +182,14 @@ def test_token_folder_holds_training_and_validation_data(
     assert len(opened("~/train.json", val_data="~/other").validation[0].dataset) == 12
 
 
+def test_token_folder_whose_replacement_was_killed_is_put_back(tmp_path: Path) -> None:
+    """`lm.prepare --overwrite` has moved it aside, and not renamed the new one."""
+    folder = both(tmp_path / "a")
+    folder.rename(tmp_path / ".a.replaced")
+    assert len(opened(str(folder)).validation[0].dataset) == 12
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_val_data_names_several_token_files(tmp_path: Path) -> None:
     sets = {
         "a": str(write(tmp_path / "a", range(30), "validation").parent),

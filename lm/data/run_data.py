@@ -26,6 +26,7 @@ from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fileio import home_path
 from lm.model_config import IGNORE_INDEX
+from lm.storage.folder import recover
 from lm.units import format_count
 
 SYNTHETIC_BATCHES = 10
@@ -332,6 +333,7 @@ def _train_index_paths(config: DataConfig) -> list[Path]:
 def _index_path(where: str, key: str, part: str) -> Path:
     """Return the index of a part of a directory of token files, else that of its training part."""
     path = home_path(where)
+    recover(path)
     if path.is_dir():
         index = path / f"{part}.json"
         return index if index.exists() else path / f"{TRAIN}.json"

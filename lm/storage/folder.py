@@ -110,6 +110,17 @@ def settle(directory: Path) -> None:
             pass
 
 
+def recover(path: Path) -> None:
+    """Put the folder `path` back if a kill has left it aside while it was replaced.
+
+    Raises:
+        ConfigError, RunError: see `writing`.
+    """
+    if not path.exists() and _replaced(path).exists():
+        with writing(path):
+            pass
+
+
 def _settle(path: Path) -> None:
     """Delete what killed processes have left of `path`; no living one holds its lock."""
     replaced = _replaced(path)
@@ -152,7 +163,8 @@ def drafted(
     Args:
         n_bytes: that the disk must have free.
         if_exists: what is done at the end if `path` is a folder that is not empty. It is replaced,
-            so that at any moment one of both is there or is put back by `writing`, or kept.
+            so that at any moment one of both is there or is put back by `writing` or `recover`, or
+            kept.
 
     Raises:
         RunError: the disk is full.
