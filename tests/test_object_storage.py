@@ -14,6 +14,8 @@ import json
 import os
 import re
 import shutil
+import ssl
+import subprocess
 import tempfile
 import threading
 import time
@@ -550,6 +552,29 @@ def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield server
     server.shutdown()
     server.server_close()
+
+
+def test_storage_with_a_private_certificate(
+    s3: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(
+        "openssl req -x509 -newkey rsa:2048 -noenc -keyout key.pem -out cert.pem -days 2"
+        " -subj /CN=test -addext subjectAltName=IP:127.0.0.1 -addext basicConstraints=CA:FALSE",
+        shell=True,
+        check=True,
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    proxy.socket = context.wrap_socket(proxy.socket, server_side=True)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://127.0.0.1:{proxy.server_address[1]}")
+    stranger = bucket.Bucket(s3)
+    stranger.retry_for(0)
+    with pytest.raises(RunError, match="list failed"):
+        stranger.sizes()
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "cert.pem"))
+    assert bucket.Bucket(s3).sizes() == {}
 
 
 @pytest.mark.parametrize(

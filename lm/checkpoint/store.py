@@ -18,7 +18,6 @@ from lm.checkpoint.manifest import (
     PARTS,
     CheckpointError,
     Manifest,
-    check_files,
     read_manifest,
 )
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
@@ -194,7 +193,7 @@ class LocalCheckpoints(CheckpointStore):
     def __str__(self) -> str:
         return str(self.path)
 
-    def locate(self, name: str) -> Location:
+    def locate(self, name: str) -> DirectoryLocation:
         return DirectoryLocation(str((self.path / name).absolute()))
 
     def list_saved(
@@ -208,12 +207,11 @@ class LocalCheckpoints(CheckpointStore):
             return saved, incomplete
         for path in sorted(self.path.iterdir()):
             if path.is_dir() and not path.name.startswith("."):
+                location = self.locate(path.name)
                 try:
-                    manifest = read_manifest(path)
-                    check_files(path, manifest, parts)
-                    saved.append(saved_checkpoint(path.name, manifest))
+                    saved.append(saved_checkpoint(path.name, location.read_manifest(parts)))
                 except CheckpointError as error:
-                    incomplete[self.locate(path.name)] = error
+                    incomplete[location] = error
         return sorted(saved), incomplete
 
     def is_in_use(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,11 +75,14 @@ class Bucket:
                 "timeout": timedelta(days=1),  # of a file of any size
             },
         }
+        bundle = os.environ.get("AWS_CA_BUNDLE")
         try:
+            if bundle:
+                options["client_options"]["root_certificate"] = Path(bundle).read_bytes()
             if self._scheme == "s3":  # obstore itself reads no profiles
                 options["credential_provider"] = Boto3CredentialProvider()
             self._store: ObjectStore = from_url(self.url, **options)
-        except (BotoCoreError, ValueError, BaseError) as error:
+        except (BotoCoreError, BaseError, ValueError, OSError) as error:
             raise self._denied(f"no credentials: {_describe(error)}") from None
 
     def _denied(self, reason: str) -> ConfigError:
