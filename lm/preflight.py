@@ -50,7 +50,6 @@ from lm.resume import (
     describe_lost_progress,
     is_complete,
     plan_resume,
-    start_date,
 )
 from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import RunState
@@ -361,9 +360,6 @@ def preflight(
     )
     if dry_run and resume_plan.resume_candidates:
         start = find_start(hp, world)  # its base is compared with theirs
-    date = hp.data.chat_template_date
-    if date is None and hp.data.dataset == "jsonl":
-        date = world.on_rank0(start_date, resume_plan, store)
     with world.all_or_none():
         choose_cache(dry_run)
         parallelize.check_offload(hp.parallel)
@@ -383,7 +379,6 @@ def preflight(
         seed,
         world.rank,
         world.size,
-        date=date,
         pairs=hp.objective.of_pairs,
     )
     data: Data | None = None
@@ -402,8 +397,6 @@ def preflight(
             experiment = master.experiment_config(trial)
             searcher_of_trial = Searcher.from_config(experiment, max_steps, validation_rate)
         derived = {"seed": seed, "max_steps": max_steps or None}
-        if date is not None:
-            derived["chat_template_date"] = date.isoformat()
         info = RunInfo(
             sharding=hp.parallel.sharding,
             total_batch_size=batch_size,

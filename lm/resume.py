@@ -1,7 +1,6 @@
 """Resume a run: find its checkpoints, and load the first that is intact.
 
 plan_resume       on rank 0, before the model is built: the checkpoints to load, best first
-start_date        on rank 0, before the data is opened: when the run first started
 is_complete       on all ranks: whether the run is already complete
 load_checkpoint   on all ranks: load the first checkpoint of the plan that is intact
 require_same_run  what must be equal in a checkpoint and in the run that resumes from it
@@ -9,11 +8,10 @@ require_same_run  what must be equal in a checkpoint and in the run that resumes
 
 from __future__ import annotations
 
-import datetime
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -202,16 +200,6 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
             return locate_checkpoint(where)
         with _weights_as_remedy(store_at(where)):
             return locate_checkpoint(where, PARTS)
-
-
-def start_date(plan: ResumePlan, store: CheckpointStore) -> datetime.date:
-    """Return the date on which the run first started, for its chat template."""
-    for candidate in plan.resume_candidates:
-        with suppress(CheckpointError, ValueError, TypeError):
-            date = store.read_manifest(candidate).hyperparameters.get("chat_template_date")
-            if date:
-                return datetime.date.fromisoformat(date)
-    return datetime.date.today()
 
 
 def is_complete(

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from lm import transformers_private
 from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
-from lm.launch.requirements import requires
 from lm.model_config import MAX_LAYERS, MAX_SIZE, LinearLayers
 from lm.transformers_config import (
     AnyModelConfig,
@@ -384,12 +383,8 @@ _NOT_OF_THE_MODEL = (
 def _import_transformers() -> Any:
     # Which transformers would call for its functions, and RWKV download kernels with.
     sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]  # as if it were not installed
-    try:
-        with quiet():  # torchao, which it imports, logs what a CPU does not have
-            import transformers
-    except ImportError:
-        problem = requires("transformers accelerate -c constraints.txt")
-        raise ConfigError(f"init_from: a model of transformers {problem}") from None
+    with quiet():  # torchao, which it imports, logs what a CPU does not have
+        import transformers
     return transformers
 
 

@@ -740,7 +740,6 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
     "loss_on": ("completion", {"dataset": "jsonl"}),
     "chat_template": ("x", {"dataset": "jsonl"}),
     "chat_template_kwargs": ({"x": 1}, {"dataset": "jsonl"}),
-    "chat_template_date": ("2026-01-01", {"dataset": "jsonl"}),
     "packing": (False, {"dataset": "jsonl"}),
     "data_workers": (2, {"dataset": "hf"}),
     "hf_config": ("x", {"dataset": "hf"}),

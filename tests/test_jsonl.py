@@ -27,7 +27,6 @@ from lm.data.tokenizer.file_tokenizer import FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
-from lm.storage.cache import cache_directory
 from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support.hyperparameters import TINY, named_keys
@@ -337,7 +336,7 @@ def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
         pack_files([file], LLAMA, 256)
 
 
-def test_chat_template_gets_its_variables_and_the_date() -> None:
+def test_chat_template_gets_its_variables_and_always_the_same_date() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
     def date(tokenizer: FileTokenizer) -> str:
@@ -351,26 +350,9 @@ def test_chat_template_gets_its_variables_and_the_date() -> None:
     second = llama(
         "{{ strftime_now( \"%Y\" ) }}, {{ strftime_now('%d') }}{{ mark }}" + CHAT_TEMPLATE
     )
-    assert str(datetime.date.today().year) in date(first)
-    first.date = second.date = datetime.date(1996, 2, 29)
-    assert (date(first), date(second)) == ("29 Feb 1996", "1996, 29")
+    assert (date(first), date(second)) == ("26 Jul 2024", "2024, 26")
     first.template_kwargs = second.template_kwargs = {"date_string": "today", "mark": "!"}
     assert (date(first), date(second)) == ("today", "today, today!")
-
-
-@pytest.mark.parametrize("reads_date", [False, True])
-def test_day_matters_to_templates_that_read_it(reads_date: bool, tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    file = write(tmp_path / "a.jsonl", [{"messages": messages}])
-    template = CHAT_TEMPLATE
-    if reads_date:
-        template = "{{ strftime_now('%d') }}" + CHAT_TEMPLATE
-    tokenizer = llama(template)
-    for day in (1, 2):
-        tokenizer.date = datetime.date(2026, 1, day)
-        pack_files([file], tokenizer, 256)
-    n_entries = len(list((cache_directory() / "tokens").glob("*/train.bin")))
-    assert n_entries == 1 + reads_date
 
 
 def test_chat_template_date_of_a_computed_format() -> None:
@@ -436,8 +418,12 @@ def trl_templates() -> list[Path]:
 
 
 @pytest.mark.parametrize("unset", [(), ("bos_token", "pad_token", "unk_token"), ("eos_token",)])
-def test_trl_templates_write_ids_as_transformers(unset: tuple[str, ...], tmp_path: Path) -> None:
+def test_trl_templates_write_ids_as_transformers(
+    unset: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers
+
+    monkeypatch.setattr("lm.data.chat_template.TODAY", datetime.date.today())
 
     specials = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
     config = {key: "<|endoftext|>" for key in specials if key not in unset}

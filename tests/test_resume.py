@@ -14,23 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch.multiprocessing import ProcessExitedException
 
 from lm import sampling, strict_yaml
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch, PairBatch
-from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.errors import ConfigError
-from lm.hf.base import load_model
 from lm.resume import describe_jump, require_same_run
 from lm.runtime.world import World
 from lm.tasks.scoring import Scorer
 from lm.training.optim import OptimConfig
 from tests.support import PATIENCE
 from tests.support.checkpoints import RUN_INFO, copy_with_hyperparameters, forge_manifest
-from tests.support.hyperparameters import EXACT_RUN, TINY
+from tests.support.hyperparameters import EXACT_RUN
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     EXACT_METRICS,
@@ -41,7 +38,6 @@ from tests.support.runs import (
     start_fsdp,
     train_in_world,
 )
-from tests.support.tokenizer_files import llama_tokenizer
 
 RUN = EXACT_RUN | {"total_batch_size": 6, "checkpoint_rate": 5, "max_steps": 10}
 
@@ -522,52 +518,6 @@ def test_complete_run_with_a_hyperparameter_of_a_wrong_type_is_damaged(
     forge_manifest(checkpoint, hyperparameters=known | {"lr": "1e-4x"})
     refused = run_fsdp(tmp_path, "max_steps=2", code=1)
     assert f"{checkpoint}/manifest.json: damaged: hyperparameters.lr" in refused.stderr
-
-
-TODAY = """
-import datetime
-
-class Day(datetime.date):
-    today = lambda: datetime.date(2026, 1, {day})
-
-datetime.date = Day
-"""
-"""Makes it another day of January 2026."""
-
-
-@pytest.mark.slow
-def test_chat_template_date_is_that_of_the_first_start(tmp_path: Path) -> None:
-    template = (
-        "{{ bos_token }}[date] {{ strftime_now('%Y-%m-%d') }}"
-        "{% for m in messages %} {{ m.content }}{% endfor %}"
-    )
-    (tmp_path / TOKENIZER_JSON).write_bytes(llama_tokenizer())
-    specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(specials))
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}))
-    data = {
-        "dataset": "jsonl",
-        "train_data": "chat.jsonl",
-        "val_data": "chat.jsonl",
-        "tokenizer": TOKENIZER_JSON,
-    }
-    how = {"vocab_size": 200, "max_seq_len": 32, "validation_batches": 1, "report_rate": 1}
-    found = []
-    for day in (1, 2):
-        script = TODAY.format(day=day)
-        config = TINY | data | how
-        done = run_fsdp(tmp_path, f"max_steps={day}", config=config, script=script, code=0)
-        found.append(read_manifest(checkpoints_by_step(tmp_path)[day]))
-    assert "step 1\n" in done.stdout
-    assert "changed" not in done.stdout
-    assert found[0].data == found[1].data
-    dates = [manifest.hyperparameters["chat_template_date"] for manifest in found]
-    assert dates == ["2026-01-01", "2026-01-01"]
-    config_yaml = (tmp_path / "runs" / "test" / "config.yaml").read_text()
-    assert "chat_template_date: '2026-01-01'\n" in config_yaml
-    _, tokenizer = load_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
-    assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01 hi ho"
 
 
 @pytest.mark.slow

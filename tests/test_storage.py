@@ -22,7 +22,6 @@ from lm.checkpoint.location import ClusterLocation
 from lm.checkpoint.manifest import CheckpointError
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
-from lm.resume import ResumePlan, start_date
 from lm.runtime.world import MeshShape, World
 from tests.support.checkpoints import OPTIM_SHARDS, SHARDS, load_state, save_toy, toy_model
 from tests.support.ranks import RANK_TIMEOUT, run_ranks
@@ -127,10 +126,8 @@ def save_and_load(
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
     manifest = load_state(checkpointer, ClusterLocation(uuids[3]), {"model": model.state_dict()})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    plan = ResumePlan((ClusterLocation(uuids[3]),))
     return {
         "uuids": uuids,
-        "date": world.on_rank0(start_date, plan, checkpointer.store),
         "kept": [bool(objects(context._storage_manager, uuid)) for uuid in uuids],
         "reported": [
             (uuid, files, metadata["steps_completed"]) for uuid, files, metadata in context.reported
@@ -154,7 +151,6 @@ def test_cluster_checkpoint_is_reported_once_complete(
         assert rank["kept"] == [False, True, True, True]  # the newest two and the best
         assert (rank["step"], rank["sizes"], rank["equal"]) == (4, [3, *[2] * 9, 3], True)
         assert rank["left"] == [[], []]
-        assert rank["date"].isoformat() == "1996-02-29"
 
 
 def damage_each_download(

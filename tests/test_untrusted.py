@@ -186,7 +186,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a nested tokenizer": (
         lambda folder: forge_tokenizer(folder, normalizer=nested(400)),
-        "fails in the tokenizers library: ",
+        "transformers cannot use it: ",
     ),
 }
 
@@ -410,6 +410,23 @@ def test_export_copies_only_listed_tokenizer_files(saved: Path, private: Path) -
     export_model(saved, Path("out"))
     assert not Path("out/chat_template.jinja").exists()
     assert "unlisted" not in Path("out/tokenizer_config.json").read_text()
+
+
+def test_code_of_a_tokenizer_is_not_executed(saved: Path) -> None:
+    config = {
+        "auto_map": {"AutoTokenizer": ["code.Mine", "code.Mine"]},
+        "tokenizer_class": "Mine",
+        "vocab_file": str(saved / "code.py"),
+    }
+    (saved / "tokenizer_config.json").write_text(json.dumps(config))
+    (saved / "code.py").write_text("open('executed', 'w')\nclass Mine: pass\n")
+    with pytest.raises(ConfigError, match=f"^tokenizer: {saved}: .*trust_remote_code"):
+        load_tokenizer(str(saved))
+    assert not Path("executed").exists()
+    config = config | {"auto_map": {}}
+    (saved / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(str(saved)).encode("to be")
+    assert not Path("executed").exists()
 
 
 def test_open_model_follows_links_only_to_the_cache(saved: Path, private: Path) -> None:

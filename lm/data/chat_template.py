@@ -23,13 +23,12 @@ from lm.launch.requirements import requires
 REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
 """of messages; transformers copies one to the others"""
 _STRFTIME_NOW = re.compile(r"strftime_now\s*\(([^()]*)\)")
+TODAY = datetime.date(2024, 7, 26)
+"""what templates read as today's date, always: with the actual one, a resumed run would read other
+data. It is the one that Llama 3.1's template writes if there is no clock."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TRAINING = "_training"
 """ends the name of a template for training in TRL"""
-
-
-class MissingPackageError(ConfigError):
-    """A package that renders chat templates is not installed."""
 
 
 class Span(NamedTuple):
@@ -75,21 +74,17 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Any,
         variables: Mapping[str, Any],
-        date: datetime.date,
         *,
         add_generation_prompt: bool,
     ) -> RenderedChat:
         """Return the text that the template writes; see `FileTokenizer.render`.
 
         Args:
-            variables: what it reads besides messages and tools; `date_string` replaces `date`.
-            date: what it reads as today.
+            variables: what it reads besides messages and tools; `date_string` replaces `TODAY`.
         """
-        try:
-            import jinja2
-            from transformers.utils.chat_template_utils import render_jinja_template
-        except ImportError:
-            raise MissingPackageError(f"{self.name} {requires('transformers')}") from None
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         # As in transformers: templates write null as the text None.
         messages = [
             {key: value for key, value in message.items() if value is not None}
@@ -99,7 +94,7 @@ class ChatTemplate:
             if "date_string" in variables:
                 dated = _STRFTIME_NOW.sub("date_string", self.text)
             else:
-                dated = _write_date(self.text, date)
+                dated = _write_date(self.text)
             texts, spans = render_jinja_template(
                 [messages],
                 tools,
@@ -173,14 +168,13 @@ def _find_trl_templates() -> dict[str, Path]:
     return templates
 
 
-def _write_date(template: str, date: datetime.date) -> str:
-    """Return a chat template with `date` in place of its calls of `strftime_now`.
+def _write_date(template: str) -> str:
+    """Return a chat template with `TODAY` in place of its calls of `strftime_now`.
 
-    The function that transformers passes for them returns the current time, with which a resumed
-    run would read other data.
+    The function that transformers passes for them returns the current time.
     """
 
     def formatted(call: re.Match[str]) -> str:
-        return repr(date.strftime(ast.literal_eval(call[1])))
+        return repr(TODAY.strftime(ast.literal_eval(call[1])))
 
     return _STRFTIME_NOW.sub(formatted, template)

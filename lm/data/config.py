@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -110,12 +109,7 @@ class DataConfig(Config, frozen=True):
     chat_template_kwargs: OfJsonLines[Logged[dict[str, Any] | None]] = Field(
         None,
         description="variables of the chat template, e.g. {enable_thinking: false}; date_string"
-        " replaces today's date (jsonl)",
-    )
-    chat_template_date: OfJsonLines[Logged[datetime.date | None]] = Field(
-        None,
-        description="today's date (YYYY-MM-DD) for the chat template; null = the day on which the"
-        " run first starts (jsonl)",
+        " replaces the date that it reads as today's, 2024-07-26 (jsonl)",
     )
     packing: OfJsonLines[Logged[bool]] = Field(
         True,

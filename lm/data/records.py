@@ -24,7 +24,7 @@ from lm.data.json_lines import RawLine, parse_line, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.progress import bar_of_files, total_size
 from lm.data.record_fields import RecordFields
-from lm.data.rendering import RecordRenderer, RenderedRecord, describe_template
+from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.token_file import TRAIN, VALIDATION, TokenFile, TokenFileWriter
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, describe_tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
@@ -71,7 +71,7 @@ def tokenize_records(
         "kind": "records",
         "files": describe_files(files),
         "tokenizer": describe_tokenizer(tokenizer),
-        "template": describe_template(tokenizer),
+        "template": {"kwargs": tokenizer.template_kwargs},
         "options": asdict(options),
     }
     directory = cached(facts, lambda draft: _write(draft, files, tokenizer, options))

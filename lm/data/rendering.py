@@ -5,7 +5,6 @@ A record of preferences is two texts: the prompt with the chosen reply, and with
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import json
@@ -345,16 +344,6 @@ def find_template_text(tokenizer: Tokenizer) -> str | None:
         return tokenizer.all_templates.text
     except ConfigError:
         return None
-
-
-def describe_template(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what the text of a chat depends on besides the tokenizer's files, as JSON."""
-    described: dict[str, Any] = {"kwargs": tokenizer.template_kwargs}
-    template = find_template_text(tokenizer)
-    if template is not None and "strftime_now" in template:
-        date = tokenizer.date or datetime.date.today()
-        described["date"] = date.isoformat()
-    return described
 
 
 def _explain_no_reply(chat: Chat) -> str:

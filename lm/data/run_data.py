@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -96,13 +95,11 @@ def open_data(
     seed: int,
     dp_rank: int = 0,
     dp_size: int = 1,
-    date: datetime.date | None = None,
     pairs: bool = False,
 ) -> Data:
     """Open and check the data that `config` names.
 
     Args:
-        date: today's, for chat templates, unless `chat_template_date` is set.
         pairs: the records are preferences.
 
     Raises:
@@ -116,8 +113,7 @@ def open_data(
     if config.dataset == "hf":
         data = _open_stream(config, vocab_size, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
-        date = config.chat_template_date or date
-        opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed, date, pairs)
+        opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed, pairs)
         weights = [1.0]
         if isinstance(config.train_data, dict):
             weights = list(config.train_data.values())
@@ -215,7 +211,6 @@ def _open_datasets(
     seq_len: int,
     global_batch_size: int,
     seed: int,
-    date: datetime.date | None,
     pairs: bool,
 ) -> _OpenedDatasets:
     match config.dataset:
@@ -226,7 +221,7 @@ def _open_datasets(
         case "tokens":
             return _open_tokens(config, vocab_size, seq_len)
         case _:  # "jsonl"; "hf" is streamed
-            return _open_jsonl(config, vocab_size, seq_len, date, pairs)
+            return _open_jsonl(config, vocab_size, seq_len, pairs)
 
 
 def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
@@ -440,15 +435,12 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokeniz
     return tokenizer
 
 
-def _open_jsonl(
-    config: DataConfig, vocab_size: int, seq_len: int, date: datetime.date | None, pairs: bool
-) -> _OpenedDatasets:
+def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.limit_ids(vocab_size)
     if config.chat_template_kwargs:
         tokenizer.all_templates.check_variables(config.chat_template_kwargs)
         tokenizer.template_kwargs = config.chat_template_kwargs
-    tokenizer.date = date
     where = config.train_data
     if where is None:
         advice = "set it to a file, a directory or a glob"

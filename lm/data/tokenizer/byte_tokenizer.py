@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,7 +30,6 @@ class ByteTokenizer:
     chat_stop_ids = stop_ids
     bos_id: int | None = None
     template_kwargs: Mapping[str, Any] = {}
-    date: datetime.date | None = None
     files: Mapping[str, bytes] = {}
     text_bytes: NDArray[np.int64] = np.array([1] * 256 + [0])
 

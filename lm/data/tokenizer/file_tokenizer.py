@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.chat_template import ChatTemplate, MissingPackageError, RenderedChat
-from lm.data.tokenizer import special_tokens
+from lm.data.chat_template import ChatTemplate, RenderedChat
 from lm.data.tokenizer.byte_tokenizer import TokenizedText, advise_size
 from lm.data.tokenizer.files import (
-    ADDED_TOKENS,
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
     MORE_TEMPLATES,
-    OLD_TEMPLATE,
-    SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     as_list,
@@ -37,9 +32,7 @@ from lm.errors import ConfigError
 END_OF_TEXT = "<|endoftext|>"
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 _DEFAULT = "default"
-_TOOL_USE = "tool_use"
 _SPLIT_SPECIAL = "split_special_tokens"
-_PREFIX_SPACE = "add_prefix_space"
 _PIECE_SIZE = 2**17
 """Characters of a longer text that are encoded at a time; the library takes 200 bytes for each."""
 _SEAM = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -51,104 +44,112 @@ _MARKED_REPLY = "x7q"
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """A tokenizer that transformers reads, with a `tokenizer.json`.
 
     Args:
         files: contents of `tokenizer.json` and of the optional `SOURCE_FILES`, by name.
         name: name of the tokenizer in errors.
         chat_template: replaces that of the files.
+        class_settings: see `read_class_settings`; None = of files that were kept.
     """
 
     def __init__(
-        self, files: Mapping[str, bytes], name: str, chat_template: ChatTemplate | None = None
+        self,
+        files: Mapping[str, bytes],
+        name: str,
+        chat_template: ChatTemplate | None = None,
+        class_settings: Mapping[str, str] | None = None,
     ) -> None:
         self._name = name
         self.files = dict(files)
         """of `TOKENIZER_FILES`"""
-        self._library = Library(files[TOKENIZER_JSON], name)
-        self._move_templates()
         if chat_template is not None:
+            for each in self._files_of_more_templates():
+                del self.files[each]
             self.files[CHAT_TEMPLATE] = chat_template.text.encode()
         self._set_template = chat_template
-        self._config = special_tokens.merge_files(
-            self._read_object(TOKENIZER_CONFIG),
-            self._read_object(SPECIAL_TOKENS_MAP),
-            self._read_object(ADDED_TOKENS),
-            self._library.encoder,
-        )
-        digest = hashlib.sha256(files[TOKENIZER_JSON])
-        with self._library.errors():
-            missing = special_tokens.find_missing(self._config, self._library.encoder)
-            if missing:
-                self._library.add_tokens(missing)
-                digest.update(json.dumps([each.__getstate__() for each in missing]).encode())
-            conflict = special_tokens.describe_conflict(self._config, self._library.encoder)
-        if conflict is not None:
-            raise self._library.error(
-                f"{TOKENIZER_CONFIG}: {conflict}; correct added_tokens_decoder"
-            )
-        dropout = getattr(self._library.encoder.model, "dropout", None)
-        if dropout:
-            problem = f"model.dropout is {dropout:g}, with which the tokens of a text are random"
-            raise self._library.error(f"{TOKENIZER_JSON}: {problem}; set it to null")
-        if self._config.get(_SPLIT_SPECIAL):
-            problem = f"{_SPLIT_SPECIAL} is true, with which special tokens in texts are text"
-            raise self._library.error(f"{TOKENIZER_CONFIG}: {problem}; set it to false")
-        adds_space = self._config.get(_PREFIX_SPACE)
-        if isinstance(adds_space, bool) and not self._library.prefix_spaces() <= {adds_space}:
-            problem = f"{_PREFIX_SPACE} is {json.dumps(adds_space)}, but not in {TOKENIZER_JSON}"
-            remedy = "make them equal, as classes of transformers read the one or the other"
-            raise self._library.error(f"{TOKENIZER_CONFIG}: {problem}; {remedy}")
+        config = self._read_object(TOKENIZER_CONFIG)
         self._generation = self._read_object(GENERATION_CONFIG)
+        self._library = Library(self.files, name, class_settings or {})
+        self._check_declared_ids(config)
+        self._check_settings(config)
+        if class_settings:
+            self._keep_class(config)
+        self._keep_templates(config)
         self.template_kwargs: Mapping[str, Any] = {}
-        """variables of the chat template; `date_string` replaces today's date"""
-        self.date: datetime.date | None = None
-        """the day that the chat template reads as today's; None = today"""
+        """variables of the chat template; see `ChatTemplate.render`"""
         vocabulary = self._library.encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
+        digest = hashlib.sha256(files[TOKENIZER_JSON] + self._library.differences)
         self.identity = f"{self.vocab_size} tokens, sha256 {digest.hexdigest()}"
-        self._named_tokens = special_tokens.find_named(self._config)
         self.eos_id: int = self._find_eos_id(vocabulary)
-        self.bos_id: int | None = vocabulary.get(self._named_tokens.get("bos_token", ""))
+        self.bos_id: int | None = self._library.tokenizer.bos_token_id
         self.n_model_ids = self.vocab_size
         """ids that texts may have"""
 
     def _read_object(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file, {} if there is none."""
-        content = parse_tokenizer_json(self.files.get(name, b"{}"), f"{self._name}: {name}")
+        where = f"{self._name}: {name}"
+        content = parse_tokenizer_json(self.files.get(name, b"{}"), where)
         if not isinstance(content, dict):
-            raise self._library.error(f"{name}: is not a JSON object")
+            raise ConfigError(f"tokenizer: {where}: is not a JSON object")
         return content
 
     def _find_eos_id(self, vocabulary: Mapping[str, int]) -> int:
-        for token in (self._named_tokens.get("eos_token", END_OF_TEXT), *_EOS_TOKENS):
+        if self._library.tokenizer.eos_token_id is not None:
+            return self._library.tokenizer.eos_token_id
+        for token in _EOS_TOKENS:  # of a tokenizer.json alone
             if token in vocabulary:
                 return vocabulary[token]
         advice = f"set eos_token in a {TOKENIZER_CONFIG} in the same directory"
         raise self._library.error(f"it has no end-of-text token; {advice}")
 
-    def _move_templates(self) -> None:
-        """Move the chat templates of other files to two that checkpoints have.
+    def _check_declared_ids(self, config: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a token that the library gives another id than is declared."""
+        declared: dict[str, int] = {}
+        with self._library.errors():
+            for i, token in config.get("added_tokens_decoder", {}).items():
+                declared[token.get("content", "")] = int(i)
+        for text, i in declared.items():
+            found = self._library.encoder.token_to_id(text)
+            if found != i:
+                problem = f"{json.dumps(text)} is id {i}, but {found} in {TOKENIZER_JSON}"
+                raise self._library.error(
+                    f"{TOKENIZER_CONFIG}: {problem}; correct added_tokens_decoder"
+                )
 
-        Transformers reads several by name from tokenizer_config.json, too.
-        """
-        more = [name for name in self.files if name.startswith(MORE_TEMPLATES)]
-        old = self._read_object(OLD_TEMPLATE).get("chat_template")
-        self.files.pop(OLD_TEMPLATE, None)
-        config = self._read_object(TOKENIZER_CONFIG)
-        if more:
-            if CHAT_TEMPLATE in self.files:
-                more = [CHAT_TEMPLATE, *more]
-            config["chat_template"] = [
-                {
-                    "name": _DEFAULT if name == CHAT_TEMPLATE else Path(name).stem,
-                    "template": self._decode_template(name, self.files.pop(name)),
-                }
-                for name in more
-            ]
-            self.files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
-        elif isinstance(old, str) and not config.get("chat_template"):
-            self.files.setdefault(CHAT_TEMPLATE, old.encode(errors="surrogatepass"))
+    def _check_settings(self, config: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the tokens of a text are random, or those in texts are text."""
+        dropout = getattr(self._library.encoder.model, "dropout", None)
+        if dropout:
+            problem = f"model.dropout is {dropout:g}, with which the tokens of a text are random"
+            raise self._library.error(f"{TOKENIZER_JSON}: {problem}; set it to null")
+        if config.get(_SPLIT_SPECIAL):
+            problem = f"{_SPLIT_SPECIAL} is true, with which special tokens in texts are text"
+            raise self._library.error(f"{TOKENIZER_CONFIG}: {problem}; set it to false")
+
+    def _keep_class(self, config: dict[str, Any]) -> None:
+        """Name the class of transformers, which the model's config.json may have decided."""
+        found = type(self._library.tokenizer).__name__
+        if config.get("tokenizer_class") in (found, f"{found}Fast"):
+            return
+        config["tokenizer_class"] = found
+        self.files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
+
+    def _files_of_more_templates(self) -> list[str]:
+        return [name for name in self.files if name.startswith(MORE_TEMPLATES)]
+
+    def _keep_templates(self, config: dict[str, Any]) -> None:
+        """Move chat templates in separate files to one that checkpoints have."""
+        more = self._files_of_more_templates()
+        if not more:
+            return
+        config["chat_template"] = [
+            {"name": name, "template": text} for name, text in self._templates.items()
+        ]
+        for name in (CHAT_TEMPLATE, *more):
+            self.files.pop(name, None)
+        self.files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
 
     def limit_ids(self, n_ids: int) -> None:
         """Refuse texts with ids that a model of `n_ids` does not have.
@@ -197,8 +198,6 @@ class FileTokenizer:
         """Ids that end a reply: `stop_ids`, and the chat template's end of turn."""
         try:
             return self.stop_ids | self._end_of_turn_ids()
-        except MissingPackageError:
-            raise
         except ConfigError:  # a template that rejects such a chat
             return self.stop_ids
 
@@ -382,62 +381,37 @@ class FileTokenizer:
                 yield piece
         yield self._library.decode(pending)
 
-    @functools.cached_property
-    def _templates(self) -> Mapping[str, ChatTemplate]:
+    @property
+    def _templates(self) -> Mapping[str, str]:
         """Its chat templates by name, of which transformers uses `default` and `tool_use`."""
-        texts = self._config.get("chat_template")
-        if not isinstance(texts, list):
-            texts = [{"name": _DEFAULT, "template": texts}]
-        content = self.files.get(CHAT_TEMPLATE)
-        if content:
-            texts = [{"name": _DEFAULT, "template": self._decode_template(CHAT_TEMPLATE, content)}]
-        templates: dict[str, ChatTemplate] = {}
-        for each in texts:
-            match each:
-                case {"name": str(name), "template": str(text)}:
-                    where = f"tokenizer: {self._name}: its chat template"
-                    templates[name] = ChatTemplate(text, where)
-                case _:  # transformers can read no other
-                    pass
+        templates = self._library.tokenizer.chat_template
+        if templates is None:
+            return {}
+        if isinstance(templates, str):
+            return {_DEFAULT: templates}
         return templates
-
-    def _decode_template(self, name: str, content: bytes) -> str:
-        try:
-            return content.decode()
-        except UnicodeDecodeError as error:
-            problem = f"{name}: byte {error.start} is not UTF-8"
-            raise self._library.error(problem) from None
 
     def find_template(self, tools: Any = None) -> ChatTemplate:
         """Return the chat template for a chat, as transformers chooses it."""
         if self._set_template is not None:
             return self._set_template
-        if tools is not None and _TOOL_USE in self._templates:
-            return self._templates[_TOOL_USE]
-        if _DEFAULT in self._templates:
-            return self._templates[_DEFAULT]
-        problem = "has no chat template (chat_template in tokenizer_config.json)"
-        remedy = "use that of a chat model, or set chat_template to a file or a name in TRL"
-        raise self._library.error(f"{problem}; {remedy}")
+        text: Any = None
+        with contextlib.suppress(ValueError):
+            text = self._library.tokenizer.get_chat_template(tools=tools)
+        if not isinstance(text, str):
+            problem = "has no chat template (chat_template in tokenizer_config.json)"
+            remedy = "use that of a chat model, or set chat_template to a file or a name in TRL"
+            raise self._library.error(f"{problem}; {remedy}")
+        return ChatTemplate(text, f"tokenizer: {self._name}: its chat template")
 
     @property
     def all_templates(self) -> ChatTemplate:
         """The chat templates of all chats as one text, for what one of them mentions."""
-        names = self._templates.keys() & {_DEFAULT, _TOOL_USE}
-        if self._set_template is not None or not names:
-            return self.find_template()
-        used = [self._templates[name] for name in sorted(names)]
-        return ChatTemplate("\n".join(each.text for each in used), used[0].name)
-
-    @functools.cached_property
-    def _found_tokens(self) -> Mapping[str, str]:
-        """Variables of the chat template that no file may name."""
-        found = {"eos_token": self._library.encoder.id_to_token(self.eos_id)}
-        with self._library.errors():
-            written = self._library.encoder.encode("").tokens
-        if written and written[0] != found["eos_token"]:
-            found["bos_token"] = written[0]
-        return found
+        template = self.find_template()
+        with_tools = self.find_template(tools=[])
+        if with_tools.text == template.text:
+            return template
+        return ChatTemplate(f"{template.text}\n{with_tools.text}", template.name)
 
     def render(
         self,
@@ -453,8 +427,8 @@ class FileTokenizer:
                 them.
             add_generation_prompt: append the start of the next reply.
         """
-        variables = {**self._found_tokens, **self._named_tokens, **self.template_kwargs}
-        date = self.date or datetime.date.today()
+        found = {"eos_token": self._library.encoder.id_to_token(self.eos_id)}
+        variables = found | self._library.tokenizer.special_tokens_map | self.template_kwargs
         return self.find_template(tools).render(
-            messages, tools, variables, date, add_generation_prompt=add_generation_prompt
+            messages, tools, variables, add_generation_prompt=add_generation_prompt
         )

@@ -39,9 +39,10 @@ TOKENIZER_FILES = (
 )
 """of a tokenizer; only the first is required"""
 MORE_TEMPLATES = "additional_chat_templates"
-OLD_TEMPLATE = "chat_template.json"
-SOURCE_FILES = (*TOKENIZER_FILES, f"{MORE_TEMPLATES}/*.jinja", OLD_TEMPLATE)
+SOURCE_FILES = (*TOKENIZER_FILES, f"{MORE_TEMPLATES}/*.jinja")
 """of a model on the Hub"""
+_CLASS_SETTINGS = ("model_type", "tokenizer_class", "transformers_version")
+"""of a config.json, by which transformers chooses the class of a tokenizer"""
 _CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
 """name of a file in the caches of the Hub and of DVC, which nothing else has"""
 
@@ -55,7 +56,7 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
         ConfigError: one is a link that leaves `directory`, and not to a file of a cache.
     """
     more = sorted(path.name for path in directory.glob(f"{MORE_TEMPLATES}/*.jinja"))
-    names = [*TOKENIZER_FILES, OLD_TEMPLATE, *(f"{MORE_TEMPLATES}/{name}" for name in more)]
+    names = [*TOKENIZER_FILES, *(f"{MORE_TEMPLATES}/{name}" for name in more)]
     files = {name: _read_inside(directory, name) for name in names if (directory / name).is_file()}
     config = _read_settings(directory / MODEL_CONFIG)
     for part in (config, config.get("text_config")):  # of a text model in a wrapper
@@ -63,6 +64,12 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
             content = files.get(GENERATION_CONFIG, b"{}")
             files[GENERATION_CONFIG] = _add_stops(content, part["eos_token_id"])
     return files
+
+
+def read_class_settings(directory: Path) -> dict[str, str]:
+    """Return what the config.json of a model says of the class of its tokenizer."""
+    config = _read_settings(directory / MODEL_CONFIG)
+    return {key: config[key] for key in _CLASS_SETTINGS if isinstance(config.get(key), str)}
 
 
 def _add_stops(content: bytes, stops: Any) -> bytes:

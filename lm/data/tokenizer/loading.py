@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from lm.data.tokenizer.files import (
     SOURCE_FILES,
     TOKENIZER_FILES,
     TOKENIZER_JSON,
+    read_class_settings,
     read_tokenizer_file,
     read_tokenizer_files,
 )
@@ -60,7 +60,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     files = read_tokenizer_files(directory)
     if TOKENIZER_JSON not in files:
         raise ConfigError(f"tokenizer: {name}: has no {TOKENIZER_JSON}")
-    return FileTokenizer(files, name, template)
+    return FileTokenizer(files, name, template, read_class_settings(directory))
 
 
 @oserror_as_config_error
@@ -84,14 +84,11 @@ def load_saved_tokenizer(
         raise ConfigError(
             f"tokenizer: {directory}: {problem}, the checkpoint was written with {identity}"
         )
-    date = hyperparameters.get("chat_template_date")
     try:
         tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
-        if date:
-            tokenizer.date = datetime.date.fromisoformat(date)
     except (ValueError, TypeError) as error:
-        keys = "chat_template_date or chat_template_kwargs of the checkpoint"
-        raise ConfigError(f"tokenizer: {directory}: {keys}: {error}") from None
+        problem = f"chat_template_kwargs of the checkpoint: {error}"
+        raise ConfigError(f"tokenizer: {directory}: {problem}") from None
     return tokenizer
 
 
