@@ -8,6 +8,7 @@ import io
 import os
 import re
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,9 +62,16 @@ def limit_problems(problems: Sequence[str]) -> list[str]:
 def nearest_file(path: str | Path) -> str:
     """Return the hint at the file whose name is nearest to `path`, or "".
 
-    If its directory is missing, too, the hint is at that.
+    It is the run of that name in runs/, if there is one. If the directory of `path` is missing,
+    too, the hint is at that.
     """
     missing = Path(path)
+    try:
+        run = Path("runs", missing.absolute().relative_to(Path.cwd()))
+        if run.exists():
+            return f"; did you mean {run}?"
+    except (OSError, ValueError):  # elsewhere, or a name with NUL
+        pass
     try:
         while not missing.parent.exists():
             missing = missing.parent
@@ -73,7 +81,9 @@ def nearest_file(path: str | Path) -> str:
     if missing.name in names:
         return ""
     near = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)  # not by its suffix
-    return f"; did you mean {missing.parent / near[0]}?" if near else ""
+    if not near:
+        return ""
+    return f"; did you mean {shlex.quote(str(missing.parent / near[0]))}?"
 
 
 class RunError(Exception):

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import statistics
 import sys
 import textwrap
@@ -111,7 +112,7 @@ class RunRecords:
             problem = "is not a run directory: it has no metrics.jsonl"
             advice = nearest_file(path)
             if next(path.glob("*/metrics.jsonl"), None):
-                advice = f"; it has runs: use {path}/*"
+                advice = f"; it has runs: use {shlex.quote(str(path))}/*"
             raise ConfigError(f"{path.absolute()}: {problem}{advice}")
         self.name = path.resolve().name
         self.hyperparameters = {}

@@ -9,6 +9,7 @@ require_same_run  what must be equal in a checkpoint and in the run that resumes
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -126,7 +127,8 @@ def plan_resume(
         return ResumePlan((candidate,), branches=True, fresh=fresh, begins_with=begins_with)
     if not fresh and state.init_from not in (None, init_from):
         started = f"{store}: no checkpoint yet of the run, which started from {state.init_from}"
-        remedy = f"use init_from={state.init_from}, or resume=fresh for another start"
+        same_start = f"init_from={shlex.quote(state.init_from)}"
+        remedy = f"use {same_start}, or resume=fresh for another start"
         raise ConfigError(f"init_from: {init_from or 'null'}, but {started}; {remedy}")
     plan = ResumePlan(fresh=fresh, begins_with=begins_with)
     if init_checkpoint is None:
@@ -161,7 +163,7 @@ def _start_with_weights(where: Location) -> str:
     elsewhere = ""
     if not isinstance(where, ClusterLocation):
         elsewhere = " with another run_name"
-    remedy = f"init_from={where}{elsewhere} starts at step 0 with them"
+    remedy = f"init_from={shlex.quote(str(where))}{elsewhere} starts at step 0 with them"
     return f"{where} has all weights, but not what a run resumes from; {remedy}"
 
 

@@ -402,6 +402,8 @@ def test_override_is_yaml_or_the_literal_text(override: str, key: str, value: An
         ("model.lr=5", "did you mean lr?"),
         ("prompt=\udcff", "prompt: "),
         ("exp.yaml", "did you mean --config exp.yaml?"),
+        ("my exp.yaml", "did you mean --config 'my exp.yaml'?"),
+        ("text.txt", "put quotes around a value with spaces"),
         ("confg=exp.yaml", "did you mean --config?"),
         ("dry_run=true", "did you mean --dry-run?"),
     ],
@@ -587,6 +589,10 @@ def test_misspelt_config_file_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_hyperparameters(tmp_path / "quikstart.yaml", [])
     assert str(refused.value).endswith(f"did you mean {tmp_path / 'quickstart.yaml'}?")
+    (tmp_path / "my chats.yaml").touch()
+    with pytest.raises(ConfigError) as refused:
+        load_hyperparameters(tmp_path / "my chat.yaml", [])
+    assert str(refused.value).endswith(f"did you mean '{tmp_path / 'my chats.yaml'}'?")
 
 
 def test_unknown_keys_are_refused_soon_and_in_few_lines(tmp_path: Path) -> None:
@@ -773,7 +779,8 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def test_all_keys_that_need_another_one_are_tested() -> None:
-    assert READ_WITH.keys() == {key for key, info in FIELDS.items() if need_of(info)}
+    keys = {key for key, info in FIELDS.items() if need_of(info)}
+    assert READ_WITH.keys() == keys, "add a key with `Needs` to READ_WITH, with a value of both"
 
 
 @pytest.mark.parametrize("key", READ_WITH)

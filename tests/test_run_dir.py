@@ -69,6 +69,7 @@ def started(name: str = "x") -> RunDir:
         "a/b/c",
         "a/",
         "a/../b",
+        "runs/a",
         ".hidden",
         "-rf",
         "a b",

@@ -79,6 +79,10 @@ def test_validation_metrics_are_means_over_the_sets(tmp_path: Path) -> None:
         one_set = ValidationSums([ValidationSet(None, data.validation[0].dataset)], [0], world)
         one_set.add(0, torch.tensor(10.0), torch.tensor(5), torch.empty(0))
         assert one_set.metrics() == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2))}
+        with_another = ValidationSums(data.validation[:1], [0], world, ["z_loss"])
+        with_another.add(0, torch.tensor(10.0), torch.tensor(5), torch.tensor([20.0]))
+        found = with_another.metrics()
+        assert (found["z_loss"], found["perplexity"]) == (4.0, pytest.approx(math.exp(2)))
     assert metrics["loss"] == (2.0 + 1.0) / 2
     assert (metrics["loss_wiki"], metrics["loss_code"]) == (2.0, 1.0)
     of_sets = (metrics["bits_per_byte_wiki"], metrics["bits_per_byte_code"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def refuse_adapters(saved: RunInfo, init_from: str | None) -> None:
     """Raise ConfigError if the checkpoint of `saved` holds adapters instead of all weights."""
     if saved.base:
         problem = f"{init_from or 'the checkpoint'} holds only LoRA adapters of {saved.base.source}"
-        command = f"`python -m lm.hf export {init_from or 'CHECKPOINT'} DIRECTORY`"
+        command = f"`python -m lm.hf export {shlex.quote(init_from or 'CHECKPOINT')} DIRECTORY`"
         remedy = f"merge them with {command}, and set init_from to the directory"
         raise ConfigError(f"init_from: {problem}; {remedy}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,9 +122,9 @@ def _apply_override(draft: Draft, override: str) -> None:
             draft.refuse(key, f"{problem}; use UTF-8, and set LC_ALL=C.UTF-8")
         draft.arguments.add(key)
         return
-    problem = 'is not key=value, without spaces around "="'
+    problem = 'is not key=value, without spaces around "="; put quotes around a value with spaces'
     if override.endswith((".yaml", ".yml")):
-        problem += f"; did you mean --config {override}?"
+        problem += f"; did you mean --config {shlex.quote(override)}?"
     draft.refuse(override, problem, label=f"argument {show(override)}")
 
 

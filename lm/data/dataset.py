@@ -130,6 +130,11 @@ class SampleBatch(NamedTuple):
     """where the streams of this rank are after this batch; None = sampled datasets"""
 
 
+def has_perplexity(sets: Sequence[ValidationSet]) -> bool:
+    """Return whether the terms of the loss of all `sets` are targets, and not pairs of replies."""
+    return all(each.dataset.n_replies == 0 for each in sets)
+
+
 def validation_metric_names(
     sets: Sequence[ValidationSet], has_text: bool, statistics: Sequence[str] = ()
 ) -> list[str]:
@@ -143,7 +148,7 @@ def validation_metric_names(
         named = [each for each in sets if each.name is not None]
         return [*statistics, *(each.metric(name) for each in named for name in statistics)]
     names = ["loss"]
-    if all(each.dataset.n_replies == 0 for each in sets):
+    if has_perplexity(sets):
         names.append("perplexity")
     if has_text and all(each.dataset.has_bytes for each in sets):
         names.append("bits_per_byte")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lm.data.dataset import ValidationSet
+from lm.data.dataset import ValidationSet, has_perplexity
 from lm.runtime.world import World
 
 
@@ -18,8 +18,7 @@ class ValidationSums:
 
     Args:
         n_bytes: of text of the targets of each set; 0 = unknown.
-        statistics: names of what the objective reports besides the loss; () = its terms are
-            targets, of which there is a perplexity.
+        statistics: names of what the objective reports besides the loss.
     """
 
     def __init__(
@@ -64,6 +63,6 @@ class ValidationSums:
             values = [of_set[name] for of_set in of_each if name in of_set]
             if len(values) == len(of_each):
                 metrics[name] = statistics.fmean(values)
-            if name == "loss" and not self._names:
+            if name == "loss" and has_perplexity(self._sets):
                 metrics["perplexity"] = math.exp(min(metrics["loss"], 700))  # a finite float
         return metrics | of_named_sets

@@ -6,6 +6,7 @@ The base is identified when training starts, and found again and checked when th
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -65,7 +66,7 @@ def find_base(source: str, world: World) -> Base:
 def _find_base_directory(source: str) -> Path:
     if is_url(source):
         problem = f"init_from: {source}: the base of adapters must be on a disk"
-        raise ConfigError(f"{problem}; run: python -m lm.hf export {source} DIRECTORY")
+        raise ConfigError(f"{problem}; run: python -m lm.hf export {shlex.quote(source)} DIRECTORY")
     if weights.is_model(source):
         return weights.find_source(source)
     with error_prefix("init_from"):
