@@ -8,6 +8,7 @@ OLMoE, Qwen3-MoE and MiniMax-M2 (mixtures of experts).
 
 Reading order: `ModelConfig` in lm/model_config.py, then `Transformer.forward` at the end, then what
 it uses, section by section: inputs of attention, rotary embedding, masks, layers, head and loss.
+Attention itself is in lm/attention.py.
 The module has no ranks, meshes or precision policies. A trainer reads the structure from
 `Transformer.fsdp_units`, `Transformer.init_rule` and `ModelConfig.flops_per_token`.
 
@@ -18,7 +19,6 @@ E n_experts, and k experts_per_token.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -26,8 +26,16 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from lm.attention import (
+    Mask,
+    attend,
+    find_document_starts,
+    find_oldest_keys,
+    make_dense,
+    make_mask,
+    skips_hidden_keys,
+)
 from lm.grouped_mm import grouped_mm, sort_by_expert
 from lm.model_config import IGNORE_INDEX, ModelConfig, RopeScaling
 
@@ -69,41 +77,10 @@ class AttentionInputs(NamedTuple):
     rope: tuple[Tensor, Tensor] | None
     """cosine and sine of each position's angles, `(T, 1, K/2)` or `(B, T, 1, K/2)`, float32; None =
     positions are learned"""
-    mask: Tensor | BlockMask | None
-    """`(T, S)` or `(B, 1, T, T)`, true = attend; None = as `is_causal` says"""
+    mask: Mask | None
+    """None = as `is_causal` says"""
     is_causal: bool
     """without a mask: attend to the keys up to the query's position, else to all"""
-    repeat_kv: bool
-    """see `needs_kv_repeat`"""
-
-
-WIDEST_HEAD = 256
-"""Largest head_width of FlashAttention, and of FlexAttention, as its tiles have to fit into the
-shared memory of a GPU"""
-
-
-def can_use_flex(config: ModelConfig, device: torch.device, training: bool) -> bool:
-    """Return whether masked attention can use FlexAttention on `device`.
-
-    It needs CUDA, head_width from 16 to `WIDEST_HEAD`, and no dropout.
-    """
-    has_dropout = training and config.dropout > 0
-    return device.type == "cuda" and 16 <= config.head_width <= WIDEST_HEAD and not has_dropout
-
-
-def needs_kv_repeat(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, masked: bool
-) -> bool:
-    """Return whether the fused kernel needs key-value heads repeated for each query head.
-
-    On CUDA only FlashAttention supports grouped queries, and it supports neither masks nor
-    float32 nor wider heads than `WIDEST_HEAD` nor GPUs older than Ampere.
-    """
-    if device.type != "cuda" or config.kv_heads == config.n_heads:
-        return False
-    if masked or dtype == torch.float32 or config.head_width > WIDEST_HEAD:
-        return True
-    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 # ---- rotary embedding
@@ -163,99 +140,20 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 # ---- masks
 
 
-def find_document_starts(document_ids: Tensor, indices: Tensor) -> Tensor:
-    """Return the index in the sequence of the first token of each token's document, `(B, T)`."""
-    is_first = torch.ones_like(document_ids, dtype=torch.bool)
-    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return torch.where(is_first, indices, 0).cummax(dim=1).values
-
-
-def make_mask(
-    window: int | None,
-    batch_size: int,
-    indices: Tensor,
-    document_start: Tensor | None,
-    end: int,
-    use_flex: bool,
-) -> Tensor | BlockMask | None:
-    """Return `AttentionInputs.mask`.
+def mask_cached(window: int | None, indices: Tensor, end: int) -> Tensor | None:
+    """Return the mask of `indices`, `(T,)`, to `end` keys, of which some are cached, `(T, S)`.
 
     Args:
         window: of sliding-window attention; None = full attention.
-        batch_size: B.
-        indices: of the tokens in the sequence, `(T,)`.
-        document_start: see `find_document_starts`; None = each sequence is one document.
-        end: S, the length of the sequence.
-        use_flex: whether masks of documents and of a window that hides tokens are FlexAttention's,
-            on a GPU if `can_compile`.
     """
     is_windowed = window is not None and end > window
-    if document_start is None and use_flex and is_windowed:
-        # FlexAttention skips the blocks outside the window; other kernels only mask them.
-        document_start = indices.new_zeros(batch_size, len(indices))
-    if document_start is not None:
-        return _document_mask(window, indices, document_start, use_flex)
-
-    is_one_token = len(indices) == 1
-    has_no_cache = len(indices) == end
-    if not is_windowed and (is_one_token or has_no_cache):
+    if not is_windowed and (len(indices) == 1 or len(indices) == end):
         return None
     distance = indices[:, None] - torch.arange(end, device=indices.device)
     mask = distance >= 0
     if window is not None and is_windowed:
         mask = mask & (distance < window)
     return mask
-
-
-def _document_mask(
-    window: int | None, indices: Tensor, document_start: Tensor, use_flex: bool
-) -> Tensor | BlockMask:
-    """Return the mask of sequences of several documents.
-
-    With `use_flex` it is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T, T)`.
-    """
-    oldest_key = document_start
-    if window is not None:
-        oldest_key = torch.maximum(document_start, indices - window + 1)
-
-    def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= oldest_key[b, query])
-
-    batch, length = document_start.shape
-    create = create_block_mask
-    if use_flex and indices.is_cuda:
-        use_flex = can_compile(indices.device)
-        create = compile_once(create_block_mask)
-    if use_flex:
-        return create(mask_mod, batch, None, length, length, device=indices.device)
-    b = torch.arange(batch, device=indices.device)[:, None, None, None]
-    return mask_mod(b, b, indices[:, None], indices)
-
-
-@functools.cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, compiled; else FlexAttention would materialize the scores of all pairs."""
-    return torch.compile(function, options=compiler_options())
-
-
-@functools.cache
-def can_compile(device: torch.device) -> bool:
-    """Return whether the compiler works for `device`; it needs e.g. a C compiler."""
-    from torch._dynamo.exc import BackendCompilerFailed  # imports the compiler
-
-    try:
-        compile_once(torch.neg)(torch.zeros(1, device=device))
-    except BackendCompilerFailed:
-        return False
-    return True
-
-
-def compiler_options() -> dict[str, Any]:
-    """Return the options of `torch.compile` for the algorithms that PyTorch is set to use."""
-    if torch.are_deterministic_algorithms_enabled():
-        # The compiler does not choose among kernels by their speed, which varies.
-        return {"deterministic": True}
-    return {}
 
 
 # ---- layers
@@ -318,31 +216,15 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # B G S K
-        y = self._attend(q, k, v, inputs)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.n_heads * c.head_width))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the mean of the values, weighted by each query's attention, `(B, H, T, K)`."""
-        c = self.config
-        is_grouped = c.kv_heads != c.n_heads
-        if isinstance(inputs.mask, BlockMask):
-            # A compiled block compiles it, too; on a CPU only tests use it, on few tokens.
-            in_graph = torch.compiler.is_compiling() or not q.is_cuda
-            attend = flex_attention if in_graph else compile_once(flex_attention)
-            return attend(q, k, v, block_mask=inputs.mask, enable_gqa=is_grouped)
-        if inputs.repeat_kv:
-            n_repeats = c.n_heads // c.kv_heads
-            k = k.repeat_interleave(n_repeats, dim=1)
-            v = v.repeat_interleave(n_repeats, dim=1)
-        return F.scaled_dot_product_attention(
+        y = attend(
             q,
             k,
             v,
-            attn_mask=inputs.mask,
-            dropout_p=c.dropout if self.training else 0.0,
+            inputs.mask,
             is_causal=inputs.is_causal,
-            enable_gqa=is_grouped and not inputs.repeat_kv,
+            dropout=c.dropout if self.training else 0.0,
         )
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.n_heads * c.head_width))
 
 
 class FeedForward(nn.Module):
@@ -943,11 +825,10 @@ class Transformer(nn.Module):
             position_ids = indices - document_start  # restarts in each document
         x = self.embedding(tokens, position_ids)  # B T D
 
-        # Tasks, whose rows are of one document each, compile nothing, as their lengths differ.
-        # FlexAttention is slow then.
-        is_task = queries is not None and document_ids is None
-        use_flex = cache is None and not is_task and can_use_flex(c, tokens.device, self.training)
-        mask = make_mask(c.sliding_window, len(tokens), indices, document_start, end, use_flex)
+        if cache is None:
+            mask = self._make_mask(tokens, document_start, is_task=queries is not None)
+        else:
+            mask = mask_cached(c.sliding_window, indices, end)
         inputs = self._attention_inputs(x, position_ids, mask)
         counted = None
         if self.training and queries is None:
@@ -969,6 +850,32 @@ class Transformer(nn.Module):
             return output
         losses, counts = zip(*routed, strict=True)
         return RoutedLoss(output, Routed(torch.stack(losses).sum(), torch.stack(counts)))
+
+    def _make_mask(
+        self, tokens: Tensor, document_start: Tensor | None, is_task: bool
+    ) -> Mask | None:
+        """Return the mask of complete sequences; None = each query attends to all keys before it.
+
+        Args:
+            tokens: `(B, T)`.
+            document_start: see `find_document_starts`; None = each sequence is one document.
+            is_task: whether the sequences are those of a task.
+        """
+        c = self.config
+        is_one_document = document_start is None
+        if document_start is None:
+            if c.sliding_window is None or tokens.shape[1] <= c.sliding_window:
+                return None
+            document_start = torch.zeros_like(tokens)
+        oldest_key = find_oldest_keys(document_start, c.sliding_window)
+        dropout = c.dropout if self.training else 0.0
+        skips = skips_hidden_keys(tokens.device, c.head_width, dropout)
+        if is_task and is_one_document and tokens.is_cuda:
+            # Tasks compile nothing, as their lengths differ. FlexAttention is slow then.
+            skips = False
+        if skips:
+            return make_mask(oldest_key)
+        return make_dense(oldest_key[:, None, None])
 
     def _router_inputs(
         self, targets: Tensor | None, document_start: Tensor | None, device: torch.device
@@ -996,7 +903,7 @@ class Transformer(nn.Module):
         return [RouterInputs(bias, is_counted, documents) for bias in biases.unbind()]
 
     def _attention_inputs(
-        self, x: Tensor, position_ids: Tensor, mask: Tensor | BlockMask | None
+        self, x: Tensor, position_ids: Tensor, mask: Mask | None
     ) -> AttentionInputs:
         """Return the inputs of attention that all layers share.
 
@@ -1012,7 +919,6 @@ class Transformer(nn.Module):
             rope=rope,
             mask=mask,
             is_causal=mask is None and x.shape[1] > 1,
-            repeat_kv=needs_kv_repeat(c, x.device, x.dtype, mask is not None),
         )
 
     def new_cache(self, capacity: int) -> KVCache:

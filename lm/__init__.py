@@ -21,9 +21,10 @@
 2  lm.runtime                                    the ranks, the run's directory
 1  model.py, lm.determined                       the model; the master
 1  lm.storage                                    complete folders, locks, buckets, the cache
+1  lm.transformers_attention                     attention of classes of transformers
 1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
 0  lm.transformers_private                       what of transformers has no public name
-0  lm.delta_rule                                 linear attention inside of documents
+0  lm.attention, lm.delta_rule                   attention inside of documents, and linear attention
 0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows
 0  lm.model_config, lm.strict_yaml, lm.units, lm.grouped_mm, lm.program
    lm.errors, lm.fields, lm.presets               import nothing of ours

@@ -15,6 +15,9 @@ PackedBy = Literal["position_ids", "attention_mask", "seq_idx"]
 to those before: positions, which start again; masks, for classes that make theirs without them;
 numbers of documents, for linear attention and convolutions, which lm.delta_rule computes then."""
 
+Attention = Literal["documents", "class"]
+"""What computes attention: lm.attention, which skips other documents, or the class, by masks."""
+
 
 class LongestRow(BaseModel, frozen=True, extra="forbid"):
     """How long rows may be, as a class computes longer ones otherwise than their documents."""
@@ -34,6 +37,7 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     packing: bool
     """Documents in one row, told apart as `packed_by` says, are computed as each alone."""
     packed_by: PackedBy = "position_ids"
+    attention: Attention = "class"
     cache: bool
     """Its cache gives the logits of complete sequences."""
     bfloat16: bool = True
@@ -130,6 +134,11 @@ class TransformersConfig(Config, frozen=True):
             notes.append(note)
         if not examined.hidden_states:
             notes.append("the loss computes all logits at once, as its class changes them")
+        if examined.packing and examined.attention == "class":
+            note = (
+                "its attention computes, and then ignores, pairs of tokens of different documents"
+            )
+            notes.append(f"{note}, as its class makes masks otherwise")
         if not examined.cache:
             notes.append("samples compute all tokens again for each new one, as its cache is wrong")
         if examined.untrained:

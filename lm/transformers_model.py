@@ -2,9 +2,10 @@
 
 The modeling code is that of transformers: a class is built from its config and called, never
 changed, but for two functions that let packed documents see each other, in place of which it calls
-`lm.delta_rule`. What this package promises of a model, e.g. that packed samples do not see each
-other, is asked of each class by an examination (lm/hf/examine.py), whose answers, `Examined`,
-decide how it is called here.
+`lm.delta_rule`. Attention is model.py's where the class takes it (lm/transformers_attention.py).
+What this package promises of a model, e.g. that packed samples do not see each other, is asked of
+each class by an examination (lm/hf/examine.py), whose answers, `Examined`, decide how it is called
+here.
 
 Reading order: `TransformersModel.forward`, then `build_network`.
 """
@@ -29,12 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm import transformers_private
+from lm import transformers_attention, transformers_private
+from lm.attention import find_document_starts
 from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.model_config import MAX_LAYERS, MAX_SIZE, LinearLayers
 from lm.transformers_config import (
     AnyModelConfig,
+    Attention,
     TransformersConfig,
     set_random_rates,
 )
@@ -42,7 +45,6 @@ from model import (
     IGNORE_INDEX,
     ChunkedLoss,
     Transformer,
-    find_document_starts,
     score_logits,
 )
 
@@ -81,7 +83,7 @@ class TransformersModel(nn.Module):
         values = copy.deepcopy(config.transformers_config)
         if not dropout:
             set_random_rates(values, 0.0)
-        self.network = build_network(read_config(values))
+        self.network = build_network(read_config(values), attention=config.examined.attention)
         self.network.config.use_cache = False  # recomputed layers would extend it again
         self.blocks = find_blocks(self.network)
         self.loss = ChunkedLoss()
@@ -429,17 +431,24 @@ def quiet(level: int = logging.WARNING) -> Iterator[None]:
         logging.disable(before)
 
 
-def build_network(config: PreTrainedConfig, *, on_meta: bool = True) -> PreTrainedModel:
+def build_network(
+    config: PreTrainedConfig, *, attention: Attention = "class", on_meta: bool = True
+) -> PreTrainedModel:
     """Return the causal language model of `config`.
 
     Args:
+        attention: what computes it.
         on_meta: have its parameters on the meta device. Its buffers have values in any case, e.g.
             rotary frequencies, as its class computes them.
     """
     place = _parameters_on_meta() if on_meta else nullcontext()
     auto = _import_transformers().AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if attention == "documents":
+        transformers_attention.register()
+        options["attn_implementation"] = transformers_attention.NAME
     with place, torch.device("cpu"), quiet(), one_line_errors(config.model_type):
-        network = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+        network = auto.from_config(copy.deepcopy(config), **options)
     for module in network.modules():
         _use_own_code(type(module).__module__)
     return network

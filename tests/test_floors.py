@@ -88,7 +88,7 @@ def test_model_imports_nothing_of_ours() -> None:
         "typing",
         "torch",
         "collections",
-        "functools",
+        "lm.attention",
         "lm.grouped_mm",
         "lm.model_config",
     }

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lm.attention import can_compile, make_block_mask, needs_kv_repeat, skips_hidden_keys
 from lm.presets import PRESETS
 from lm.training import parallelize
 from model import (
@@ -31,11 +32,8 @@ from model import (
     ModelConfig,
     TargetScores,
     Transformer,
-    can_compile,
-    can_use_flex,
     chunk_cross_entropy,
     even_chunk_size,
-    needs_kv_repeat,
 )
 from tests.support import REPOSITORY
 
@@ -606,7 +604,7 @@ def test_flex_attention_equals_attention_with_a_mask(
     tokens, document_ids = sequence.expand(2, -1), ids.expand(2, -1) if packed_documents else None
     with torch.no_grad():  # FlexAttention has no backward pass on the CPU
         expected = model(tokens, document_ids=document_ids)
-        monkeypatch.setattr("model.can_use_flex", lambda *_: True)
+        monkeypatch.setattr("model.make_mask", make_block_mask)
         found = model(tokens, document_ids=document_ids)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert not isinstance(flex_masks[0].mask, BlockMask)
@@ -616,9 +614,8 @@ def test_flex_attention_equals_attention_with_a_mask(
 def test_kernels_of_a_gpu_get_heads_of_widths_that_they_support() -> None:
     gpu = torch.device("cuda")
     for width, is_supported in ((8, False), (16, True), (256, True), (512, False)):
-        config = ModelConfig.model_validate(LLAMA | {"head_dim": width})
-        assert can_use_flex(config, gpu, training=True) is is_supported
-    assert needs_kv_repeat(config, gpu, torch.bfloat16, masked=False)  # of the widest
+        assert skips_hidden_keys(gpu, width, dropout=0.0) is is_supported
+    assert needs_kv_repeat(gpu, torch.bfloat16, 512, masked=False)
 
 
 @pytest.mark.slow

@@ -13,11 +13,12 @@ import transformers
 from torch import Tensor, nn
 
 from lm.hf.base import open_model
+from lm.hf.weights import examined_config
 from lm.runtime.world import World
 from lm.training import parallelize
 from lm.transformers_model import NETWORK, TransformersModel
 from model import IGNORE_INDEX
-from tests.support.hf import VOCABULARY, read_with_model_defaults, save_model
+from tests.support.hf import VOCABULARY, complete_values, read_with_model_defaults, save_model
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -67,6 +68,7 @@ def test_packed_documents_are_computed_as_separate_ones(kind: str, tmp_path: Pat
     assert isinstance(ours, TransformersModel)
     assert ours.config.examined.packing
     assert ours.config.examined.packed_by == KINDS[kind]
+    assert ours.config.examined.attention == "documents"
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
 
     tokens, targets, ids = pack()
@@ -83,6 +85,13 @@ def test_packed_documents_are_computed_as_separate_ones(kind: str, tmp_path: Pat
 
     ours(tokens, targets, ids).backward()
     compare_gradients(ours.network, reference)
+
+
+def test_a_class_that_multiplies_by_its_masks_keeps_its_attention_and_says_so() -> None:
+    config = examined_config(complete_values("gptj"))
+    assert config.examined.packing
+    assert config.examined.attention == "class"
+    assert [note for note in config.notes(dropout=True) if "different documents" in note]
 
 
 def compare_gradients(network: nn.Module, reference: nn.Module) -> None:

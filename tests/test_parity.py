@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
+from lm.attention import compiler_options
 from lm.checkpoint.headers import read_headers
 from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
@@ -26,7 +27,7 @@ from lm.data.run_data import open_data
 from lm.data.sampler import SampledSource
 from lm.runtime.world import MeshShape, World
 from lm.training import optim, parallelize
-from model import IGNORE_INDEX, Transformer, compiler_options
+from model import IGNORE_INDEX, Transformer
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.parallelism import (
     AMP_DTYPES,

@@ -7,10 +7,12 @@ than a second, each question by the class's own forward and as a run would:
     determinism              the same tokens give the same logits
     causality                a later token changes no earlier logit
     padding                  rows that are padded at the end are as each alone, with gradients
-    packing                  documents in one row are as each alone, told apart by one of PackedBy
+    packing                  documents in one row are as each alone, told apart by one of PackedBy,
+                             with model.py's attention or else with that of the class
     gradients                every parameter gets a gradient, or is named
     bfloat16                 logits and gradients, computed as a run does, are not much farther from
-                             those of float32 than what the class itself computes in bfloat16
+                             those of float32 than what the class itself computes in bfloat16,
+                             for one of two sets of tokens
     full_recomputation       layers recomputed in backward give the same gradients, with dropout,
     selective_recomputation  also if products and attention are kept
     cache                    tokens read one by one give the logits of complete sequences
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -60,7 +63,13 @@ from lm.storage.cache import cached
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
 from lm.training.roles import is_selector
-from lm.transformers_config import Examined, LongestRow, PackedBy, TransformersConfig
+from lm.transformers_config import (
+    Attention,
+    Examined,
+    LongestRow,
+    PackedBy,
+    TransformersConfig,
+)
 from lm.transformers_model import (
     TransformersModel,
     build_network,
@@ -88,6 +97,7 @@ _DOCUMENTS = (20, 9, 13)
 _LONG = 16
 """tokens, less than the longest document and more than the others: what lengths are cut to"""
 _SEED = 7
+_MASKS: Mapping[Attention, str] = {"documents": "", "class": ", with masks of all pairs"}
 _NO_ADAPTERS = LoraConfig.model_validate({})
 
 Question = Literal[
@@ -147,6 +157,7 @@ class Examination(BaseModel, frozen=True):
     """up to one without which the class is refused"""
     packed_by: PackedBy
     """how documents are told apart, if packing holds"""
+    attention: Attention
     untrained: list[str]
     """parameters that get no gradient, as `without_numbers` names them"""
     limits: list[Limit] = []
@@ -162,6 +173,7 @@ class Examination(BaseModel, frozen=True):
             hidden_states=self.findings["hidden_states"].holds,
             packing=self.findings["packing"].holds,
             packed_by=self.packed_by,
+            attention=self.attention,
             cache=self.findings["cache"].holds,
             bfloat16=self.findings["bfloat16"].holds,
             full_recomputation=self.findings["full_recomputation"].holds,
@@ -265,7 +277,8 @@ def _examine(config: dict[str, Any]) -> Examination | str:
     return Examination(
         class_name=type(small.network).__name__,
         findings=answers.findings,
-        packed_by=answers.packed_by,
+        packed_by=answers.way.packed_by,
+        attention=answers.way.attention,
         untrained=answers.untrained,
         limits=limits,
         seconds=round(time.process_time() - started, 2),
@@ -475,11 +488,18 @@ def _attempt(question: Callable[[], Finding]) -> Finding:
         return Finding(holds=False, detail=one_line(error))
 
 
+class _Way(NamedTuple):
+    """How a class is called; see `Examined`."""
+
+    attention: Attention
+    packed_by: PackedBy
+
+
 class _Answers(NamedTuple):
-    """How documents are told apart, what gets no gradient, and all else; see `Examination`."""
+    """How the class is called, what gets no gradient, and all else; see `Examination`."""
 
     findings: dict[Question, Finding]
-    packed_by: PackedBy
+    way: _Way
     untrained: list[str]
 
     def holding(self) -> Set[Question]:
@@ -502,7 +522,7 @@ def _ask(small: _Small, questions: Set[Question] = _QUESTIONS) -> _Answers:
         findings[question] = _attempt(getattr(exam, question))
         if question in _NEEDED and not findings[question].holds:
             break
-    return _Answers(findings, exam.packed_by, exam.untrained)
+    return _Answers(findings, exam.way, exam.untrained)
 
 
 @torch.no_grad()
@@ -549,31 +569,33 @@ def _train_on_batch(model: TransformersModel, batch: _Batch) -> Gradients:
 class _Exam:
     """The questions about a class, as a run would use it."""
 
-    def __init__(self, small: _Small, *, hidden_states: bool) -> None:
+    def __init__(self, small: _Small, *, hidden_states: bool, seed: int = 0) -> None:
         self.small = small
         self.hidden_states = hidden_states
         self.sizes = measure_sizes(small.network)
-        self.documents = [_tokens(length, i) for i, length in enumerate(_DOCUMENTS)]
+        self.documents = [_tokens(length, seed + i) for i, length in enumerate(_DOCUMENTS)]
 
     def build(
         self,
         adapters: LoraConfig = _NO_ADAPTERS,
         *,
-        packed_by: PackedBy | None = None,
+        way: _Way | None = None,
         values: dict[str, Any] | None = None,
         experts: bool = False,
     ) -> TransformersModel:
         """Return the model of a run with the weights of the small one, and empty adapters.
 
         Args:
-            packed_by: None = the way that is right.
+            way: None = the one that is right.
             values: of the config; None = of the small one.
             experts: whether experts are computed by this package.
         """
+        way = way or self.way
         examined = Examined(
             hidden_states=self.hidden_states,
             packing=True,
-            packed_by=packed_by or self.packed_by,
+            packed_by=way.packed_by,
+            attention=way.attention,
             cache=True,
             full_recomputation=True,
             selective_recomputation=True,
@@ -671,32 +693,38 @@ class _Exam:
         return self._compare_batch(self.model, self.padded)
 
     def packing(self) -> Finding:
-        return self._packings[self.packed_by]
+        return self._packings[self.way]
 
     @cached_property
-    def packed_by(self) -> PackedBy:
-        """The first way of telling documents apart that is right; if none is, the first."""
+    def way(self) -> _Way:
+        """The first way that is right; if none is for packed rows, the first for padded ones."""
         for way, finding in self._packings.items():
             if finding.holds:
                 return way
-        return next(iter(self._packings))
+        ways = [_Way(attention, "position_ids") for attention in get_args(Attention)]
+        for way in ways[:-1]:
+            if self._attempt_batch(way, self.padded).holds:
+                return way
+        return ways[-1]
 
     @cached_property
-    def _packings(self) -> dict[PackedBy, Finding]:
+    def _packings(self) -> dict[_Way, Finding]:
         """What was found of each way that was tried: all up to one that is right."""
-        tried: dict[PackedBy, Finding] = {}
-        for way in get_args(PackedBy):
-            with torch.enable_grad():  # whoever asks first
-                tried[way] = _attempt(lambda way=way: self._compare_packed(way))
-            if tried[way].holds:
+        tried: dict[_Way, Finding] = {}
+        for way in itertools.starmap(
+            _Way, itertools.product(get_args(Attention), get_args(PackedBy))
+        ):
+            finding = self._attempt_batch(way, self.packed)
+            if finding.holds:
+                finding = Finding(holds=True, detail=f"by {way.packed_by}{_MASKS[way.attention]}")
+            tried[way] = finding
+            if finding.holds:
                 break
         return tried
 
-    def _compare_packed(self, way: PackedBy) -> Finding:
-        finding = self._compare_batch(self.build(packed_by=way), self.packed)
-        if finding.holds:
-            return Finding(holds=True, detail=f"by {way}")
-        return finding
+    def _attempt_batch(self, way: _Way, batch: _Batch) -> Finding:
+        with torch.enable_grad():  # whoever asks first
+            return _attempt(lambda: self._compare_batch(self.build(way=way), batch))
 
     def _compare_batch(self, model: TransformersModel, batch: _Batch) -> Finding:
         """Return whether `model` computes the documents of a batch as each alone."""
@@ -710,6 +738,13 @@ class _Exam:
         return Finding(holds=not unexpected, detail=", ".join(unexpected))
 
     def bfloat16(self) -> Finding:
+        finding = self._compare_rounded()
+        if finding.holds:
+            return finding
+        # Other tokens, as rounding may have given one of these another expert.
+        return _Exam(self.small, hidden_states=self.hidden_states, seed=10)._compare_rounded()
+
+    def _compare_rounded(self) -> Finding:
         model = self.build()
         convert_weights(model, torch.bfloat16)  # FSDP gathers them so
         logits = _logits_of_batch(model, self.batch)

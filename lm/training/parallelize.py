@@ -37,6 +37,7 @@ from torch.utils.checkpoint import (
 )
 
 from lm import seeds
+from lm.attention import compiler_options
 from lm.errors import ConfigError
 from lm.launch.console import announce, warn
 from lm.runtime.world import MeshShape
@@ -47,7 +48,7 @@ from lm.training.float8 import convert_to_float8
 from lm.training.offload import ActivationOffload
 from lm.training.transfer import UNSCALED, Transfer
 from lm.transformers_model import AnyModel, kept_in_float32
-from model import Transformer, compiler_options
+from model import Transformer
 
 OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 """Whether saved tensor hooks can see what selective recomputation saves in blocks that are not
@@ -102,6 +103,7 @@ SAVE_OPS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
+    torch.ops.lm.attend_to_spans.default,
     torch.ops.lm.grouped_mm.default,
     torch.ops.lm.nf4_grouped_mm.default,
     torch.ops.lm.gated_delta_rule.default,
