@@ -11,19 +11,26 @@ from dataclasses import asdict, dataclass
 import torch
 
 from lm.config.hyperparameters import Hyperparameters
+from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.fileio import REPOSITORY
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
+from lm.model_config import ModelConfig
 from lm.runtime.world import World
 from lm.training import lora, parallelize
 from lm.training.optim import Optimizer
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import new_model
-from lm.units import format_bytes
+from lm.units import format_bytes, format_count
 
 USABLE = 0.9
 """fraction of memory that a plan may fill: the CUDA context, NCCL, fragmentation need the rest"""
+FLOPS_PER_BYTE = 270
+"""FLOPs of products in the time in which a GPU reads or writes a byte: of one H200, on which 700
+TFLOP/s and 2.6 TB/s were measured"""
+WORTH_A_CHANGE = 0.01
+"""least part of a step's time that another `batch_size` has to save"""
 WORTH_A_LINE = GIB // 4
 """bytes of state from which a run on a CPU says what it takes"""
 
@@ -82,6 +89,49 @@ def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
     return State(trained, frozen, moments, lora.notes(hp.lora, model))
 
 
+def count_micro_steps(hp: Hyperparameters, n_ranks: int) -> int:
+    """Return how many micro-batches of `batch_size` a rank takes in a step."""
+    return derive_global_batch_size(hp.data, n_ranks) // (hp.data.batch_size * n_ranks)
+
+
+def count_copied_bytes(hp: Hyperparameters, n_micro_steps: int) -> int:
+    """Return what FSDP reads and writes on a rank besides products, collectives and optimizer.
+
+    Of one rank with a 16-bit compute dtype, in bytes a parameter: a gather converts it (6) and
+    copies it (4); the first gradient is converted to float32 (6), each further one is added (10),
+    and their sum copied (8); a single one is copied at once (6). Of several ranks, each converts
+    its shard only.
+    """
+    n_gathers = 1
+    if hp.parallel.reshard_after_forward:
+        n_gathers = 2 * n_micro_steps
+    of_gradient = 6
+    if n_micro_steps > 1:
+        of_gradient = 6 + 10 * (n_micro_steps - 1) + 8
+    return 10 * n_gathers * hp.model.n_parameters + of_gradient * hp.n_trained_parameters
+
+
+def saves_time(hp: Hyperparameters, ranks: Ranks, n_fewer: int) -> bool:
+    """Return whether a step of `n_fewer` micro-steps, and larger ones, saves time on a GPU."""
+    if not ranks.on_gpu or ranks.dtype is None:
+        return False
+    n_micro_steps = count_micro_steps(hp, ranks.size)
+    saved = count_copied_bytes(hp, n_micro_steps) - count_copied_bytes(hp, n_fewer)
+    n_tokens = n_micro_steps * hp.data.batch_size * hp.model.max_seq_len
+    n_active = hp.model.n_parameters
+    if isinstance(hp.model, ModelConfig):
+        n_active = hp.model.n_active_parameters
+    flops = 6 * n_active * n_tokens  # without attention
+    return saved * FLOPS_PER_BYTE > WORTH_A_CHANGE * flops
+
+
+def describe_copies(hp: Hyperparameters, n_micro_steps: int) -> str:
+    """Return what a step of `n_micro_steps` reads and writes, as a clause."""
+    n_bytes = count_copied_bytes(hp, n_micro_steps) / hp.model.n_parameters
+    steps = format_count(n_micro_steps, "micro-step")
+    return f"{steps} with {n_bytes:.0f} bytes a parameter of copies and sums"
+
+
 @dataclass(frozen=True)
 class MemoryCheck:
     """What a run's state takes of the memory that its ranks have."""
@@ -113,6 +163,9 @@ class MemoryCheck:
         notes: list[str] = []
         if self.ranks.on_gpu or self.state >= WORTH_A_LINE:
             notes.append(f"{self.describe()}; activations come on top")
+        if saves_time(self.hp, self.ranks, 1):
+            copies = describe_copies(self.hp, count_micro_steps(self.hp, self.ranks.size))
+            notes.append(f"{copies}, {describe_copies(self.hp, 1)}: --dry-run says what fits")
         return notes + self.of_adapters
 
     def refuse_too_large(self, state: State) -> None:

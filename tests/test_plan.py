@@ -23,7 +23,7 @@ from lm.config.hyperparameters import Hyperparameters
 from lm.data.loader import MicroBatch
 from lm.errors import ConfigError
 from lm.hf.small_config import small_configs
-from lm.memory import Ranks, count_state
+from lm.memory import USABLE, MemoryCheck, Ranks, count_copied_bytes, count_state
 from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
@@ -35,7 +35,7 @@ from lm.transformers_model import build_network, measure_sizes, read_config, tex
 from lm.units import format_bytes
 from tests.support import REPOSITORY
 from tests.support.hf import complete_values, read_with_model_defaults
-from tests.support.hyperparameters import OF_TRANSFORMERS
+from tests.support.hyperparameters import OF_TRANSFORMERS, TINY
 from tests.support.runs import run_fsdp
 
 
@@ -230,6 +230,64 @@ def test_offloading_moves_bytes_to_host_memory() -> None:
     block_inputs = 8 * 30 * 2 * 1024 * 4096  # of all blocks but two, in bfloat16
     state = 16 * hp.model.n_parameters
     assert moved.host - kept.host == pytest.approx(state + block_inputs, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "n_micro_steps", "per_parameter"),
+    [
+        ("grad-shard", 8, 94),  # converts all parameters once
+        ("grad-shard", 2, 34),
+        ("grad-shard", 1, 16),
+        ("full-shard", 2, 64),  # in every forward and backward
+        ("full-shard", 1, 26),
+    ],
+)
+def test_copies_of_a_step_depend_on_its_micro_steps(
+    sharding: str, n_micro_steps: int, per_parameter: int
+) -> None:
+    hp = Hyperparameters.from_flat(TINY | {"sharding": sharding})
+    assert count_copied_bytes(hp, n_micro_steps) == per_parameter * hp.model.n_parameters
+
+
+ACCUMULATED = TINY | {"max_seq_len": 512, "batch_size": 1, "total_batch_size": 12}
+
+
+@pytest.mark.parametrize("larger", [12, 4])
+def test_advice_is_the_largest_batch_size_that_fits(larger: int) -> None:
+    hp = Hyperparameters.from_flat(ACCUMULATED)
+    peak = fit.measure(hp.replace(batch_size=larger), on_gpus(1)).peak
+    given = fit.measure(hp, replace(on_gpus(1), memory=peak / USABLE))
+    advice = fit.advise_batch_size(hp, given)
+    assert advice is not None
+    assert advice.startswith(f"batch_size={larger} ")
+    assert f" {12 // larger} micro-step" in advice
+
+
+def test_run_on_a_gpu_says_what_its_micro_steps_copy() -> None:
+    hp = Hyperparameters.from_flat(ACCUMULATED | {"sharding": "grad-shard"})
+    (_, copies) = MemoryCheck(hp, on_gpus(1), 0, GIB, []).notes()
+    assert "12 micro-steps with 134 bytes" in copies
+    assert "1 micro-step with 16 bytes" in copies
+    assert len(MemoryCheck(hp.replace(batch_size=12), on_gpus(1), 0, GIB, []).notes()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        ({"total_batch_size": None}, {}),
+        ({"max_seq_len": 2**16, "batch_size": 3}, {}),  # products take more than 99 % of the time
+        ({}, {"device_type": "cpu"}),
+        ({}, {"dtype": None}),
+        ({}, {"memory": 1}),  # in which the run itself does not fit
+    ],
+    ids=str,
+)
+def test_nothing_is_advised_that_saves_no_time(
+    changes: dict[str, Any], ranks: dict[str, Any]
+) -> None:
+    hp = Hyperparameters.from_flat(ACCUMULATED | changes)
+    given = fit.Need(replace(on_gpus(1), **ranks), step.FORWARD, {step.PARAMETERS: 2}, 0)
+    assert fit.advise_batch_size(hp, given) is None
 
 
 @pytest.mark.parametrize(

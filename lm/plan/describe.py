@@ -19,7 +19,7 @@ from lm.errors import ConfigError
 from lm.flops import count_flops_per_token
 from lm.hf import weights
 from lm.launch.machine import host_memory
-from lm.memory import USABLE, Ranks
+from lm.memory import USABLE, Ranks, count_micro_steps
 from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.training import parallelize
@@ -89,7 +89,7 @@ def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     nodes = format_count(ranks.size // ranks.per_node, "node")
     replicas = format_count(mesh.replicate, "replica")
     global_batch_size = derive_global_batch_size(hp.data, ranks.size)
-    micro_steps = format_count(global_batch_size // (hp.data.batch_size * ranks.size), "micro-step")
+    micro_steps = format_count(count_micro_steps(hp, ranks.size), "micro-step")
     sequences = format_count(hp.data.batch_size, "sequence")
     tokens = global_batch_size * hp.model.max_seq_len
     step = f"{tokens:,} tokens in all"
@@ -150,6 +150,9 @@ def describe_plan(args: argparse.Namespace) -> Plan:
         lines.append(f"fits into {usable}; CUDA, NCCL and fragmentation take the rest")
     else:
         lines += [f"does not fit into {usable}", *fit.list_remedies(hp, ranks)]
+    faster = fit.advise_batch_size(hp, need)
+    if faster is not None:
+        lines.append(faster)
     limit = " or more" if largest == fit.LARGEST_BATCH_SIZE else ""
     lines.append(f"largest batch_size that fits without accumulation: {largest:,}{limit}")
     return Plan("\n".join(lines), need.fits)

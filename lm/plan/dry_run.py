@@ -10,7 +10,7 @@ import torch
 from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError, command
 from lm.memory import Ranks
-from lm.plan.fit import measure
+from lm.plan.fit import advise_batch_size, measure
 from lm.plan.step import NotPlannedError
 from lm.units import format_bytes
 
@@ -21,12 +21,16 @@ def main() -> int:
     run = json.load(sys.stdin)
     dtype = getattr(torch, run["ranks"].pop("dtype"), None)
     ranks = Ranks(dtype, **run["ranks"])
+    hp = Hyperparameters.from_flat(run["hyperparameters"])
     try:
-        need = measure(Hyperparameters.from_flat(run["hyperparameters"]), ranks)
+        need = measure(hp, ranks)
     except NotPlannedError as error:
         print(error)
         return 0
     print("\n".join(need.describe()))
+    faster = advise_batch_size(hp, need)
+    if faster is not None:
+        print(faster)
     if need.peak > ranks.memory:
         problem = f"out of memory: a step needs {format_bytes(need.peak)} per rank"
         remedy = "`python -m lm.plan` with the same arguments says what needs less"

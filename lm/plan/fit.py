@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm.config.hyperparameters import Hyperparameters
-from lm.memory import USABLE, Ranks, count_state
+from lm.memory import (
+    USABLE,
+    Ranks,
+    count_micro_steps,
+    count_state,
+    describe_copies,
+    saves_time,
+)
 from lm.plan.step import (
     ACTIVATIONS,
     GATHERED,
@@ -119,6 +126,33 @@ def find_largest_batch_size(hp: Hyperparameters, given: Need) -> int:
         else:
             exceeds = size
     return fits
+
+
+def advise_batch_size(hp: Hyperparameters, given: Need) -> str | None:
+    """Return a line on the largest `batch_size` that fits and saves time; None = the run's does.
+
+    Args:
+        given: what a step of `hp` needs.
+    """
+    ranks = given.ranks
+    if not given.fits or not saves_time(hp, ranks, 1):
+        return None
+    n_micro_steps = count_micro_steps(hp, ranks.size)
+    line: str | None = None
+    for n_fewer in reversed(range(1, n_micro_steps)):
+        larger, rest = divmod(hp.data.batch_size * n_micro_steps, n_fewer)
+        if rest:
+            continue
+        need = measure(hp.replace(batch_size=larger), ranks)
+        if not need.fits:
+            break
+        if saves_time(hp, ranks, n_fewer):
+            line = (
+                f"batch_size={larger} fits too, with a peak of {format_bytes(need.peak)}, and is"
+                f" expected to be faster: {describe_copies(hp, n_fewer)}, instead of"
+                f" {describe_copies(hp, n_micro_steps)}"
+            )
+    return line
 
 
 def list_remedies(hp: Hyperparameters, ranks: Ranks) -> list[str]:

@@ -29,10 +29,9 @@ from torch.utils._pytree import tree_leaves
 from fsdp import build_model
 from lm import delta_rule
 from lm.config.hyperparameters import Hyperparameters
-from lm.data.config import derive_global_batch_size
 from lm.data.loader import MicroBatch, PairBatch
 from lm.errors import ConfigError
-from lm.memory import Ranks
+from lm.memory import Ranks, count_micro_steps
 from lm.objectives.dpo import DPO
 from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
@@ -244,8 +243,7 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """Return what `measure_step` does, from a step of all blocks."""
     hp = _without_masks(hp, ranks)
     shape = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node)
-    global_batch_size = derive_global_batch_size(hp.data, ranks.size)
-    n_micro_batches = global_batch_size // (hp.data.batch_size * ranks.size)
+    n_micro_batches = count_micro_steps(hp, ranks.size)
     offloads_state = ranks.on_gpu and hp.parallel.cpu_offload
     live = LiveBytes(offloads_state=offloads_state)
     dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
