@@ -22,7 +22,7 @@ from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.store import CheckpointStore
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
-from lm.data.run_data import TOKENIZED_ONCE, Data, check_token_files, open_data
+from lm.data.run_data import OPENED_FIRST, Data, check_token_files, open_data
 from lm.data.sampler import SampledSource
 from lm.determined import master
 from lm.determined.search import Searcher
@@ -382,7 +382,7 @@ def preflight(
         pairs=hp.objective.of_pairs,
     )
     data: Data | None = None
-    if hp.data.dataset in TOKENIZED_ONCE:
+    if hp.data.dataset in OPENED_FIRST:
         data = world.run_in_thread_on_each_node(open_run_data)
     with world.all_or_none():
         if data is None:

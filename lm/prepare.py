@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lm.data import token_file
-from lm.data.documents import FORMATS, format_of
-from lm.data.encoder import TokenChunk, encode_in_threads, split_document
+from lm.data.documents import FORMATS, bar_of_files, format_of
+from lm.data.encoder import encode_in_threads, split_document
 from lm.data.files import find_files, name_files
-from lm.data.progress import bar_of_files
 from lm.data.readers import (
     Text,
     cut_between_words,
@@ -32,7 +31,14 @@ from lm.data.readers import (
     read_documents,
     read_ids,
 )
-from lm.data.token_file import OUTPUT_FILES, TRAIN, SourceRecord, TokenFileWriter, read_index
+from lm.data.token_file import (
+    OUTPUT_FILES,
+    TRAIN,
+    SourceRecord,
+    TokenChunk,
+    TokenFileWriter,
+    read_index,
+)
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer

@@ -133,15 +133,16 @@ def write_records() -> int:
 
 def tokenize(*names: str) -> int:
     """Fill the cache with the data of runs."""
-    from lm.data.text import read_text
+    from lm.data.packing import PackedDataset
+    from lm.data.tokenized import RecordOptions, tokenize_records, tokenize_text
     from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
     from lm.storage.cache import describe_files
-    from tests.support.records import pack_files
 
     def run() -> int:
         for name in names:
-            pack_files([Path(name)], ByteTokenizer(), 64)
-        read_text([Path("in.txt")], ByteTokenizer())
+            (tokens,) = tokenize_records([Path(name)], ByteTokenizer(), RecordOptions())
+            PackedDataset(tokens, 64, name, packing=True)
+        tokenize_text([Path("in.txt")], ByteTokenizer())
         describe_files([Path("large")])
         return 0
 

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 
+from lm.data.packing import PackedDataset
 from lm.data.run_data import check_token_files
-from lm.data.text import hash_tokens, read_text
+from lm.data.tokenized import RecordOptions, hash_tokens, tokenize_records, tokenize_text
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.data.windows import cut_file
 from lm.errors import ConfigError
 from lm.storage.cache import KEPT_DAYS, cache_directory, cached, describe_files, remembered
 from lm.storage.folder import MANIFEST
 from tests.support import PATIENCE, REPOSITORY
-from tests.support.records import pack_files
 
 BUILD = """
 import os, pathlib, sys
@@ -217,7 +217,7 @@ def test_damaged_value_is_computed_again(
 FULL = """
 import resource, sys
 from pathlib import Path
-from lm.data.records import RecordOptions, tokenize_records
+from lm.data.tokenized import RecordOptions, tokenize_records
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import RunError
 
@@ -320,13 +320,18 @@ def test_other_content_is_another_entry(tmp_path: Path) -> None:
     assert before[1] != after[1]
 
 
+def pack(path: Path, seq_len: int, *, holds_out: bool = False) -> PackedDataset:
+    options = RecordOptions(holds_out=holds_out)
+    tokens, *_ = tokenize_records([path], load_tokenizer("bytes"), options)
+    return PackedDataset(tokens, seq_len, "", packing=True)
+
+
 def test_dataset_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "to be or not to be"}\n' * 8)
-    tokenizer = load_tokenizer("bytes")
-    first = pack_files([path], tokenizer, 32)
-    monkeypatch.delattr(type(tokenizer), "encode_with_ends")
-    second = pack_files([path], tokenizer, 32)
+    first = pack(path, 32)
+    monkeypatch.delattr("lm.data.tokenized.call_in_worker")
+    second = pack(path, 32)
     assert second.fingerprint() == first.fingerprint()
     assert second.note == first.note
     for index in range(len(first)):
@@ -335,20 +340,20 @@ def test_dataset_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert theirs is not None
             assert np.array_equal(ours, theirs)
             assert torch.from_numpy(ours).dtype == torch.int64
-    assert len(pack_files([path], tokenizer, 15, packing=False)) == 8
-    with pytest.raises(AttributeError):
-        pack_files([path], tokenizer, 32, held_out=True)
+    assert len(pack(path, 15)) == 8
+    with pytest.raises(NameError):
+        pack(path, 32, holds_out=True)
 
 
 def test_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     path.write_text("to be or not to be" * 100)
     tokenizer = load_tokenizer("bytes")
-    first = read_text([path], tokenizer)
+    first = tokenize_text([path], tokenizer)
     digest = sha256(first[10:50].astype(np.uint32).tobytes()).hexdigest()
     assert hash_tokens(first, 10, 50) == digest
-    monkeypatch.delattr(type(tokenizer), "encode_batch")
-    second = read_text([path], tokenizer)
+    monkeypatch.delattr("lm.data.tokenized.call_in_worker")
+    second = tokenize_text([path], tokenizer)
     assert np.array_equal(first[:], second[:])
     os.truncate(second.path, 0)
     assert hash_tokens(second, 10, 50) == digest
@@ -363,11 +368,10 @@ PARTS = ["train.bin", "train.ends", "train.mask", "train.json", "starts.npy", "c
 def test_damaged_records_are_tokenized_and_packed_again(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "to be or not to be"}\n' * 8)
-    tokenizer = load_tokenizer("bytes")
-    expected = pack_files([path], tokenizer, 32)[1]
+    expected = pack(path, 32)[1]
     (damaged,) = (cache_directory() / "tokens").glob(f"*/{name}")
     set_to_zero(damaged)
-    found = pack_files([path], tokenizer, 32)[1]
+    found = pack(path, 32)[1]
     assert np.array_equal(found.inputs, expected.inputs)
     assert np.array_equal(found.targets, expected.targets)
 
@@ -375,10 +379,10 @@ def test_damaged_records_are_tokenized_and_packed_again(name: str, tmp_path: Pat
 def test_damaged_text_is_found_before_step_1(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("to be or not to be" * 100)
-    text = read_text([path], load_tokenizer("bytes"))
+    text = tokenize_text([path], load_tokenizer("bytes"))
     check_token_files([cut_file(text, 8, "")])
     text.path.write_bytes(bytes(text.path.stat().st_size))
     problem = f"{text.path}: damaged: differs from train.json; delete {text.path.parent}: "
     with pytest.raises(ConfigError, match=problem):
         check_token_files([cut_file(text, 8, "")])
-    check_token_files([cut_file(read_text([path], load_tokenizer("bytes")), 8, "")])
+    check_token_files([cut_file(tokenize_text([path], load_tokenizer("bytes")), 8, "")])

@@ -37,9 +37,10 @@ def part(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The modules of ours that the one at `path` imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
+    """The modules of ours that the one at `path` imports, anywhere in it or `at_start`."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_start else ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -69,6 +70,33 @@ def test_imports_go_to_lower_floors(module: str) -> None:
 def test_imports_have_no_circle() -> None:
     graph = {module: set(imports(path)) for module, path in MODULES.items()}
     assert list(TopologicalSorter(graph).static_order())
+
+
+ROOMS_OF_A_RUN = """
+fsdp lm.attention lm.checkpoint lm.command_line lm.config lm.data lm.delta_rule lm.determined
+lm.errors lm.fields lm.fileio lm.flops lm.grouped_mm lm.hf lm.inputs lm.launch lm.memory lm.metrics
+lm.model_config lm.objectives lm.preflight lm.presets lm.program lm.report lm.resume lm.runtime
+lm.sampling lm.seeds lm.shards lm.storage lm.tasks lm.training lm.transformers_attention
+lm.transformers_config lm.transformers_model lm.transformers_private lm.units model
+"""
+MAKERS_OF_DATA = """
+lm.prepare lm.data.encoder lm.data.examples lm.data.messages lm.data.parallel lm.data.readers
+lm.data.records lm.data.rendering lm.data.stream lm.data.text
+"""
+
+
+def test_run_imports_its_rooms_and_nothing_that_makes_data() -> None:
+    reached: set[str] = set()
+    to_read = ["fsdp"]
+    while to_read:
+        module = to_read.pop()
+        if module not in reached:
+            reached.add(module)
+            to_read += imports(MODULES[module], at_start=True)
+    assert {part(module) for module in reached} == set(ROOMS_OF_A_RUN.split())
+    makers = set(MAKERS_OF_DATA.split())
+    assert makers <= MODULES.keys()
+    assert not reached & makers
 
 
 def test_init_files_hold_only_a_docstring() -> None:

@@ -29,11 +29,11 @@ from tokenizers import models, pre_tokenizers
 from lm import prepare as command
 from lm.data import readers, token_file
 from lm.data.blocks import read_blocks
-from lm.data.encoder import CHUNK_SIZE, END_OF_TEXT, TokenChunk
+from lm.data.encoder import CHUNK_SIZE
 from lm.data.readers import is_held_out, read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, first_tokens, open_documents
-from lm.data.token_file import read_index
+from lm.data.token_file import END_OF_TEXT, TokenChunk, read_index
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer

@@ -23,7 +23,7 @@ import zstandard
 from datasets import Dataset, DatasetDict
 
 from lm.data.dataset import StreamPosition, StreamState, ValidationSet
-from lm.data.loader import Loader
+from lm.data.loader import Loader, resume_streams
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.stream import (
     StreamedSource,
@@ -31,7 +31,6 @@ from lm.data.stream import (
     Window,
     first_tokens,
     open_documents,
-    resume_streams,
 )
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.windows import WindowDataset

@@ -30,7 +30,6 @@ from lm.data.files import find_files
 from lm.data.json_lines import read_json_lines
 from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
-from lm.data.text import read_text
 from lm.data.token_file import read_index
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.file_tokenizer import FileTokenizer
@@ -42,6 +41,7 @@ from lm.training import parallelize
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
+from tests.support.records import read_text
 from tests.support.tokenizer_files import byte_level_tokenizer
 
 TOKENIZER = ByteTokenizer()

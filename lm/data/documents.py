@@ -8,17 +8,20 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.data.blocks import decode_utf8, is_compressed, read_line_blocks, read_text_blocks
 from lm.data.json_lines import Record, read_json_lines
+from lm.data.progress import progress_bar
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 from lm.units import format_count
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+    from tqdm import tqdm
 
 FORMATS = {
     "text": (".txt", ".md", ".py"),
@@ -188,3 +191,32 @@ def _read_all_fields(files: Sequence[str], name: str) -> Iterator[dict[str, Any]
     for file in files:
         for record in read_records(Path(file), name):
             yield record.fields
+
+
+def bar_of_files(
+    what: str, files: Sequence[Path], file_format: str | None = None, *, hidden: bool = False
+) -> tqdm[Any]:
+    """Return a `progress_bar` that counts the bytes of `files`.
+
+    Args:
+        file_format: of all files; None = by suffix.
+    """
+    total = _text_bytes(files, file_format)
+    return progress_bar(what, total, "B", unit_scale=True, hidden=hidden)
+
+
+def _text_bytes(files: Sequence[Path], file_format: str | None) -> int | None:
+    """Return the size of the text in `files`; None = unknown until they are read."""
+    for path in files:
+        if format_of(path, file_format) not in ("text", "jsonl") or is_compressed(path):
+            return None
+    return total_size(files)
+
+
+def total_size(files: Sequence[Path]) -> int:
+    """Return the bytes of `files`, without those that cannot be read: who reads them says why."""
+    total = 0
+    for path in files:
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.token_file import END_OF_TEXT, TokenChunk
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import error_prefix
 
 CHUNK_SIZE = 1 << 17
 """Characters after which a chunk is encoded; the library takes 120 bytes for each."""
-END_OF_TEXT = "<|endoftext|>"
-"""what separates the documents in published files of text"""
 CHUNKS_PER_THREAD = 3
 """Chunks that are encoded or wait to be written, for each thread."""
 
@@ -37,27 +35,6 @@ class Document:
     held_out: bool = False
     is_start: bool = True
     is_end: bool = True
-
-
-@dataclass(slots=True)
-class TokenChunk:
-    """Tokens of documents of one split."""
-
-    ids: NDArray[np.integer[Any]]
-    ends: NDArray[np.int64]
-    """the position in `ids` after the last token of each document; the last document may continue
-    in the next chunk"""
-    held_out: bool
-    size: int
-    """bytes of input"""
-    has_bytes: bool = True
-    """whether the ids tell how many bytes of text they are"""
-    n_unread_ends: int = 0
-    """times that files of text have `END_OF_TEXT`, which is not the tokenizer's end of text"""
-    is_target: NDArray[np.bool_] | None = None
-    """of each token, whether it is learned; None = all are"""
-    notes: Mapping[str, int] = field(default_factory=dict)
-    """see `RecordRenderer`"""
 
 
 @dataclass

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lm.data.config import DataConfig
-from lm.data.dataset import Dataset, Sample, SampleBatch, StreamState
+from lm.data.dataset import Dataset, Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.run_data import Data
-from lm.data.stream import resume_streams
 from lm.model_config import IGNORE_INDEX
 
 LENGTHS = 8
@@ -250,3 +249,31 @@ class Loader:
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor
+
+
+def resume_streams(
+    saved: Sequence[StreamState], dp_rank: int, dp_size: int, workers: int
+) -> tuple[StreamState, str | None]:
+    """Return where the streams of a rank resume, and a note for the log.
+
+    If the number of streams differs, each resumes after its share of the documents that were read,
+    not at the exact token, and the note says so.
+
+    Args:
+        saved: states of all ranks that saved.
+        workers: streams of each rank.
+    """
+    streams: list[StreamPosition] = []
+    for state in saved:
+        streams.extend(state.streams)
+    n_streams = dp_size * workers
+    if len(streams) == n_streams:
+        first = dp_rank * workers
+        return StreamState(streams[first : first + workers], saved[0].turn % workers), None
+    n_read = 0
+    for stream in streams:
+        n_read += stream.get("skip", 0) + stream.get("read", 0) + stream.get("document", 0)
+    skip = n_read // n_streams
+    change = f"{len(streams)} over all ranks in the checkpoint, {n_streams} now"
+    note = f"data_workers: {change}: each worker resumes after {skip} documents of its share"
+    return StreamState([{"skip": skip} for _ in range(workers)]), note

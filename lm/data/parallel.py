@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeVar
 
-from lm.data.worker import Worker
+from lm.data.worker import FEWER_CORES, Worker
 from lm.launch.machine import usable_cores
 
 S = TypeVar("S")
@@ -19,7 +19,6 @@ _BYTES_PER_WORKER = 4 << 20
 """of input that a worker is started for: it takes 1 to 2 s to start"""
 _PENDING = 2
 """items that a worker has: one that it works on, and the next"""
-_REMEDY = "start the run on fewer cores, e.g. with taskset"
 
 
 def count_workers(n_bytes: int) -> int:
@@ -39,7 +38,7 @@ def map_in_order(function: Callable[[S], T], items: Iterable[S], n_workers: int)
     with ExitStack() as stack:
         workers: list[Worker] = []
         for _ in range(n_workers):
-            worker = Worker(partial(map, function), "dataset", _REMEDY)
+            worker = Worker(partial(map, function), "dataset", FEWER_CORES)
             workers.append(stack.enter_context(closing(worker)))
         pending: deque[Worker] = deque()
         for item, worker in zip(items, itertools.cycle(workers), strict=False):

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from lm.data.blocks import read_text_blocks
 from lm.data.documents import format_of, read_records, read_table, stream_records
-from lm.data.encoder import Document, TokenChunk
+from lm.data.encoder import Document
 from lm.data.json_lines import Record
 from lm.data.record_fields import get_text
 from lm.data.signatures import check_pointer
+from lm.data.token_file import TokenChunk
 from lm.errors import ConfigError, error_text
 from lm.launch.requirements import requires
 

@@ -1,4 +1,4 @@
-"""Records of JSON Lines as token files, tokenized in pieces on all cores.
+"""Writes records of JSON Lines as token files, tokenized in pieces on all cores.
 
 A line, or an element of a file that is one JSON array, is an object whose keys are those of
 `lm.data.record_fields`, or named by `fields`. The chat template renders messages and the record's
@@ -12,87 +12,40 @@ import itertools
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.encoder import TokenChunk
-from lm.data.files import TOKENIZING_PACKAGES, name_files
+from lm.data.documents import bar_of_files, total_size
+from lm.data.files import name_files
 from lm.data.json_lines import RawLine, parse_line, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
-from lm.data.progress import bar_of_files, total_size
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.token_file import TRAIN, VALIDATION, TokenFile, TokenFileWriter
-from lm.data.tokenizer.loading import ByteCheck, Tokenizer, describe_tokenizer, end_text
+from lm.data.token_file import TokenChunk, TokenFileWriter
+from lm.data.tokenized import RecordOptions
+from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
 from lm.launch.launch import is_rank0
-from lm.program import describe_program
-from lm.storage.cache import cached, describe_files
 
-_HOLD_OUT_EVERY = 20
-"""One of so many lines is for validation, unless there is a file for it."""
 _PIECE_BYTES = 1 << 17
 """after which a piece ends; the tokenizer takes 200 bytes for each"""
 
 
-@dataclass(frozen=True)
-class RecordOptions:
-    """What the tokens of records depend on besides the tokenizer."""
-
-    fields: Mapping[str, str] | None = None
-    """the hyperparameter of this name"""
-    completion_only: bool = False
-    """only completions and the assistant's messages are learned"""
-    pairs: bool = False
-    """records are preferences, each with a chosen and a rejected reply"""
-    holds_out: bool = False
-    """every 20th line is for validation"""
-
-    def is_held_out(self, number: int) -> bool:
-        """Return whether the line `number` is for validation."""
-        return self.holds_out and number % _HOLD_OUT_EVERY == 0
-
-
-def tokenize_records(
-    files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
-) -> list[TokenFile]:
-    """Return the tokens of all records, computed now or earlier.
-
-    If some are held out, these are a second token file.
+def write_records(
+    directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
+) -> None:
+    """Write the token files of JSON Lines to `directory`.
 
     Raises:
         ConfigError: invalid lines (the first of each file), or none.
     """
-    facts = {
-        "program": describe_program(__name__, TOKENIZING_PACKAGES),
-        "kind": "records",
-        "files": describe_files(files),
-        "tokenizer": describe_tokenizer(tokenizer),
-        "template": {"kwargs": tokenizer.template_kwargs},
-        "options": asdict(options),
-    }
-    directory = cached(facts, lambda draft: _write(draft, files, tokenizer, options))
-    remedy = f"delete {directory}: it is written again"
-    names = _names(options)
-    return [TokenFile(directory / f"{name}.json", remedy=remedy) for name in names]
-
-
-def _names(options: RecordOptions) -> tuple[str, ...]:
-    if options.holds_out:
-        return (TRAIN, VALIDATION)
-    return (TRAIN,)
-
-
-def _write(
-    directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
-) -> None:
     _check_first_lines(files, tokenizer, options)
     with ExitStack() as stack:
         writers: list[TokenFileWriter] = []
-        for name in _names(options):
+        for name in options.splits:
             writer = TokenFileWriter(
                 directory, name, tokenizer.vocab_size, has_mask=True, pairs=options.pairs
             )

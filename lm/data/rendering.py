@@ -26,6 +26,7 @@ from lm.data.messages import (
     find_arguments,
 )
 from lm.data.record_fields import RecordFields, check_text
+from lm.data.tokenized import find_template_text
 from lm.data.tokenizer.loading import Tokenizer
 from lm.data.unwritten import find_unwritten
 from lm.errors import ConfigError
@@ -336,14 +337,6 @@ class RecordRenderer:
         if not self.completion_only:
             raise ConfigError(f"{turn.place}: weight requires loss_on: completion")
         return weight
-
-
-def find_template_text(tokenizer: Tokenizer) -> str | None:
-    """Return the chat templates of a tokenizer as one text; None = it has none."""
-    try:
-        return tokenizer.all_templates.text
-    except ConfigError:
-        return None
 
 
 def _explain_no_reply(chat: Chat) -> str:

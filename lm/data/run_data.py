@@ -7,18 +7,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.data import files, stream
+from lm.data import files
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, ValidationSet, set_key
 from lm.data.documents import format_of
 from lm.data.packing import PackedDataset
-from lm.data.records import RecordOptions, tokenize_records
 from lm.data.sampler import SampledSource
-from lm.data.stream import StreamedSource
-from lm.data.text import hash_tokens, read_text
 from lm.data.token_file import TRAIN, VALIDATION, TokenFile, describe_unread_ends, read_index
+from lm.data.tokenized import RecordOptions, hash_tokens, tokenize_records, tokenize_text
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
@@ -28,14 +26,19 @@ from lm.model_config import IGNORE_INDEX
 from lm.storage.folder import recover
 from lm.units import format_count
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+    from lm.data.stream import StreamedSource
+
 SYNTHETIC_BATCHES = 10
 VALIDATION_SHARE = 0.05
 """Fraction of the text that is held out unless val_data is set."""
 SMALL_TEXT = 100_000
 """Bytes; of less text, a run says that it is little."""
 _HUB_DATASET = re.compile(r"[\w.-]+/[\w-]+")
-TOKENIZED_ONCE = ("text", "jsonl")
-"""Values of `dataset` whose tokens are computed at the first start, and kept in a cache."""
+OPENED_FIRST = ("text", "tokens", "jsonl")
+"""Values of `dataset` of which the first start computes what is kept in a cache."""
 PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue unless prompt is set."""
 
@@ -264,7 +267,7 @@ def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedData
 
     def read(found: list[Path], key: str) -> TokenFile:
         with error_prefix(key):
-            return read_text(found, tokenizer, with_ends=not config.attend_across_documents)
+            return tokenize_text(found, tokenizer, with_ends=not config.attend_across_documents)
 
     def windows(text: TokenFile, start: int, stop: int) -> WindowDataset:
         identity = f"{stop - start} tokens, sha256 {hash_tokens(text, start, stop)}"
@@ -488,6 +491,8 @@ def _open_stream(
     dp_rank: int,
     dp_size: int,
 ) -> Data:
+    from lm.data import stream  # reads and tokenizes, which no other run does in its ranks
+
     where = config.train_data
     if not isinstance(where, str):
         problem = "dataset: hf requires a dataset on the hub, or local files"
@@ -512,7 +517,7 @@ def _open_stream(
     token_stream = stream.TokenStream(
         documents, config.text_source, tokenizer, seq_len, shuffle_seed
     )
-    train = StreamedSource(
+    train = stream.StreamedSource(
         token_stream,
         fingerprint,
         config.batch_size,
@@ -529,8 +534,10 @@ def _open_stream(
 
 def _open_held_out_documents(
     config: DataConfig, train_data: str, val_data: str | None, key: str
-) -> stream.Documents:
+) -> IterableDataset:
     """Open the validation data of a streamed dataset: local files, or one of its splits."""
+    from lm.data import stream
+
     if val_data is not None and stream.is_local(val_data):
         documents, _ = stream.open_documents(val_data, key, "train", None)
         return documents

@@ -1,4 +1,4 @@
-"""Text files as one token file."""
+"""Writes text files as one token file."""
 
 from __future__ import annotations
 
@@ -6,69 +6,31 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lm.data.blocks import read_text_blocks
+from lm.data.documents import bar_of_files
 from lm.data.encoder import Document, encode_in_threads, split_document
-from lm.data.files import TOKENIZING_PACKAGES, name_files
-from lm.data.progress import bar_of_files
+from lm.data.files import name_files
 from lm.data.signatures import NotTextError
-from lm.data.token_file import TRAIN, TokenFile, TokenFileWriter
-from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
+from lm.data.token_file import TRAIN, TokenFileWriter
+from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, raise_together
 from lm.launch.launch import is_rank0
 from lm.launch.machine import usable_cores
-from lm.program import describe_program
-from lm.storage.cache import cached, describe_files, remembered
 from lm.units import format_count
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_HASHED_TOGETHER = 1 << 18
-"""tokens"""
 
+def write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
+    """Write the tokens of text files to `directory`, with an end-of-text token after each file.
 
-def read_text(files: Sequence[Path], tokenizer: Tokenizer, *, with_ends: bool = True) -> TokenFile:
-    """Return the tokens of text files, with an end-of-text token after each file.
-
-    Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both
-    sides.
-
-    Args:
-        with_ends: open where the files end in the tokens, too.
+    Raises:
+        ConfigError: files cannot be read, or are empty.
     """
-    ordered = sorted(files, key=_name_hash)
-    facts = {
-        "program": describe_program(__name__, TOKENIZING_PACKAGES),
-        "kind": "text",
-        "files": describe_files(ordered),
-        "tokenizer": describe_tokenizer(tokenizer),
-    }
-    directory = cached(facts, lambda draft: _write_text(draft, ordered, tokenizer))
-    remedy = f"delete {directory}: it is written again"
-    return TokenFile(directory / f"{TRAIN}.json", with_ends=with_ends, remedy=remedy)
-
-
-def hash_tokens(text: TokenFile, start: int, stop: int) -> str:
-    """Return the SHA-256 of some of the tokens, as uint32, which is computed once."""
-    facts = (text.path.parent.name, start, stop)
-    return remembered(facts, lambda: _hash_tokens(text, start, stop))
-
-
-def _hash_tokens(text: TokenFile, start: int, stop: int) -> str:
-    digest = sha256()
-    for first in range(start, stop, _HASHED_TOGETHER):
-        ids = text[first : min(first + _HASHED_TOGETHER, stop)]
-        digest.update(ids.astype(np.uint32).data)
-    return digest.hexdigest()
-
-
-def _write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
     documents = _read_documents(files, tokenizer)
     with (
         closing(TokenFileWriter(directory, TRAIN, tokenizer.vocab_size)) as writer,
@@ -146,7 +108,3 @@ def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> Con
     if len(suffixes) > 1:
         remedy += "; or, for all of the text, move the other files away"
     return ConfigError(f"{problem}; {remedy}")
-
-
-def _name_hash(path: Path) -> bytes:
-    return sha256(os.fsencode(path.name)).digest()

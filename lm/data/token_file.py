@@ -17,6 +17,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from lm.data.encoder import END_OF_TEXT, TokenChunk
 from lm.data.signatures import check_pointer
 from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
@@ -46,8 +46,31 @@ SPLITS = (TRAIN, VALIDATION)
 _SUFFIXES = (".bin", ".ends", ".mask", ".json")
 _SPLIT_FILES = {f"{split}{suffix}" for split in SPLITS for suffix in _SUFFIXES}
 OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES}
+END_OF_TEXT = "<|endoftext|>"
+"""what separates the documents in published files of text"""
 _REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
 _WRITE_AGAIN = "write it again with python -m lm.prepare"
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """Tokens of documents of one split."""
+
+    ids: NDArray[np.integer[Any]]
+    ends: NDArray[np.int64]
+    """the position in `ids` after the last token of each document; the last document may continue
+    in the next chunk"""
+    held_out: bool
+    size: int
+    """bytes of input"""
+    has_bytes: bool = True
+    """whether the ids tell how many bytes of text they are"""
+    n_unread_ends: int = 0
+    """times that files of text have `END_OF_TEXT`, which is not the tokenizer's end of text"""
+    is_target: NDArray[np.bool_] | None = None
+    """of each token, whether it is learned; None = all are"""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """see `RecordRenderer`"""
 
 
 class SourceRecord(BaseModel, frozen=True, extra="forbid"):

@@ -6,13 +6,17 @@ itself starts.
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
 import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from queue import Queue
 from threading import Thread
@@ -26,6 +30,8 @@ _GRACE_SECONDS = 30
 """How long a worker runs after SIGTERM."""
 _PREFETCHED = 4
 """Items that a worker prepares ahead."""
+FEWER_CORES = "start the run on fewer cores, e.g. with taskset"
+"""what to do if the memory of the workers that share work runs out"""
 _SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 """Signals that a scheduler or a terminal sends to every process of a job."""
 
@@ -79,14 +85,14 @@ class Worker(Iterator[Any]):
         """Return the next item.
 
         Raises:
-            ConfigError: the function raised it.
+            ConfigError, RunError, OSError: the function raised it.
             RunError: the worker was killed.
         """
         try:
             item = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise self._killed() from None
-        if isinstance(item, ConfigError):
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -103,6 +109,26 @@ class Worker(Iterator[Any]):
         self._process.kill()
         self._process.wait()
         self._connection.close()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function whose module only a worker imports."""
+
+    module: str
+    function: str
+    arguments: Sequence[Any]
+
+    def __call__(self) -> Any:
+        function = getattr(importlib.import_module(self.module), self.function)
+        return function(*self.arguments)
+
+
+def call_in_worker(call: Call) -> Any:
+    """Return what `call` returns in a new process."""
+    with closing(Worker(partial(map, operator.call), "dataset", FEWER_CORES)) as worker:
+        worker.send(call)
+        return next(worker)
 
 
 def main() -> None:
@@ -122,7 +148,7 @@ def main() -> None:
     try:
         for item in function(received):
             ahead.put(item)
-    except ConfigError as error:
+    except (ConfigError, RunError, OSError) as error:
         ahead.put(error)
     ahead.join()
 

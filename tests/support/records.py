@@ -1,13 +1,17 @@
-"""Samples of JSON Lines, as a run makes them."""
+"""Text and JSON Lines as a run reads them, tokenized in this process."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lm.data.files import name_files
 from lm.data.packing import PackedDataset
-from lm.data.records import RecordOptions, tokenize_records
+from lm.data.records import write_records
+from lm.data.text import write_text
+from lm.data.token_file import TokenFile
+from lm.data.tokenized import RecordOptions, in_order
 from lm.data.tokenizer.loading import Tokenizer
 
 
@@ -23,5 +27,14 @@ def pack_files(
 ) -> PackedDataset:
     """The samples of files; `held_out`: True = those for validation, False = the others."""
     options = RecordOptions(fields, completion_only, pairs, held_out is not None)
-    token_files = tokenize_records(files, tokenizer, options)
-    return PackedDataset(token_files[held_out is True], seq_len, name_files(files), packing=packing)
+    with tempfile.TemporaryDirectory() as folder:
+        write_records(Path(folder), files, tokenizer, options)
+        tokens = TokenFile(Path(folder, f"{options.splits[held_out is True]}.json"))
+        return PackedDataset(tokens, seq_len, name_files(files), packing=packing)
+
+
+def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TokenFile:
+    """The tokens of text files."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_text(Path(folder), in_order(files), tokenizer)
+        return TokenFile(Path(folder, "train.json"))
