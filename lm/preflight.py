@@ -265,6 +265,7 @@ class ResolvedRun:
             "host": socket.gethostname(),
             "command": shlex.join(sys.argv),
             "versions": find_versions(),
+            "validation_data": f"{self.info.data['validation']}; tokenizer {self.info.tokenizer}",
             "inputs": inputs,
         }
 

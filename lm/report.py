@@ -89,6 +89,8 @@ class _Session(Line, frozen=True):
     host: str
     versions: str
     command: str
+    validation_data: str | None = None
+    """what identifies them and their tokenizer; None = of an older version"""
 
 
 class _Curve(NamedTuple):
@@ -147,6 +149,19 @@ class RunRecords:
         self._last_write = 0.0
         if lines:  # by step: the clock may have been set back
             self._last_write = max(lines, key=lambda line: line.step).time
+
+    @property
+    def validation_data(self) -> str | None:
+        """What identifies the data of the last validations; None = unknown."""
+        return self.sessions[-1].validation_data if self.sessions else None
+
+    @property
+    def validation_source(self) -> str:
+        """Where the validation data are from, as the hyperparameters say."""
+        values = self.hyperparameters
+        if values.get("val_data") is not None:
+            return str(values["val_data"])
+        return f"held out of {values.get('train_data') or values.get('dataset', 'train_data')}"
 
     def curve(self, group: str, metric: str) -> _Curve:
         """Return the steps and values of a metric."""
@@ -230,7 +245,13 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
     """Return the report on `runs` as Markdown."""
     names = [run.name for run in runs]
     lines = [f"# {' and '.join(names)}", ""]
-    lines += _format_table(names, [run.summarize() for run in runs])
+    columns = [run.summarize() for run in runs]
+    numbers = _number_validation_data(runs)
+    if max(numbers) > 1:
+        for i, run in enumerate(runs):
+            columns[i] = {"validation data": f"{numbers[i]}: {run.validation_source}"} | columns[i]
+        lines += ["Losses on other validation data, or of other tokenizers, do not compare.", ""]
+    lines += _format_table(names, columns)
     differences = _find_differences(runs)
     if any(differences):
         lines += ["", "Hyperparameters that differ:", ""]
@@ -244,6 +265,12 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
             lines += ["", f"Sample of {run.name} after step {sample.step}:", ""]
             lines += [f"    {line}" for line in text.splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def _number_validation_data(runs: Sequence[RunRecords]) -> list[int]:
+    """Return the number of each run's validation data; those of the first run have number 1."""
+    known = list(dict.fromkeys(run.validation_data for run in runs))
+    return [known.index(run.validation_data) + 1 for run in runs]
 
 
 def _find_differences(runs: Sequence[RunRecords]) -> list[dict[str, str]]:
@@ -320,7 +347,8 @@ def _list_drawn(runs: Sequence[RunRecords]) -> list[_Drawn]:
 def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     """Draw the curves of `runs`; raise ImportError without matplotlib.
 
-    Of one run, a color is a metric. Of several, a color is a run, and a style is a metric.
+    Losses on other validation data have a panel of their own. Of one run, a color is a metric. Of
+    several, a color is a run, and a style is a metric.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -329,8 +357,10 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     drawn = _list_drawn(runs)
     panels = {curve.panel for curve in drawn}
     # A panel is as wide as the columns in which it stands.
-    rows: list[list[Any]] = [["loss"] * 6]
-    heights = [5.0]  # inches
+    numbers = _number_validation_data(runs)
+    losses = [f"loss {number}" for number in sorted(set(numbers))]
+    rows: list[list[Any]] = [[name] * 6 for name in losses]
+    heights = [5.0] * len(rows)  # inches
     for names in (("acc", "bpb"), _REWARDS):
         if panels.intersection(names):
             rows.append([name for name in names for _ in range(6 // len(names))])
@@ -339,9 +369,12 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     heights.append(2.5)
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     colors = [f"C{n}" for n in range(len(runs))]  # ten, which then repeat
-    for name, panel in figure.subplot_mosaic(rows, height_ratios=heights).items():
+    for place, panel in figure.subplot_mosaic(rows, height_ratios=heights).items():
+        name, _, data = place.partition(" ")
         for number, curve in enumerate(curve for curve in drawn if curve.panel == name):
-            for run, color in zip(runs, colors, strict=True):
+            for run, color, its_data in zip(runs, colors, numbers, strict=True):
+                if data not in ("", str(its_data)):
+                    continue
                 label = None
                 if len(runs) == 1:
                     color = f"C{number}"
@@ -350,7 +383,10 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
                 panel.plot(steps, values, curve.style, color=color, markersize=4, label=label)
             if len(runs) > 1 and curve.label:
                 panel.plot([], [], curve.style, color="black", markersize=4, label=curve.label)
-        panel.set(title=_TITLES.get(name, name.replace("_", " ")), xlabel="step")
+        title = _TITLES.get(name, name.replace("_", " "))
+        if len(losses) > 1 and data:
+            title = f"{title}, validation data {data}"
+        panel.set(title=title, xlabel="step")
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         panel.ticklabel_format(axis="y", scilimits=(-3, 5))  # short, whatever the values
         panel.grid(alpha=0.3)

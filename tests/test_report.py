@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from determined.core import DummyTrainContext
@@ -234,6 +235,25 @@ def draw(runs: Sequence[report.RunRecords]) -> Figure:
         patch.setattr(Figure, "savefig", savefig)
         report.draw_curves(runs, Path("picture.png"))
     return drawn[0]
+
+
+def test_runs_that_were_validated_on_other_data_are_told_apart() -> None:
+    paths = [make_run("a", val_data="val.txt"), make_run("b", train_data="books")]
+    paths.append(make_run("c", val_data="val.txt"))
+    for path, data in zip(paths, ("wiki", "books", "wiki"), strict=True):
+        sessions = (path / "sessions.jsonl").read_text().splitlines()
+        last = json.loads(sessions[1]) | {"validation_data": data}
+        (path / "sessions.jsonl").write_text(f"{sessions[0]}\n{json.dumps(last)}\n")
+    runs = [report.RunRecords(path) for path in paths]
+    text = report.format_report(runs)
+    assert "| validation data | 1: val.txt | 2: held out of books | 1: val.txt |" in text
+    panels = [panel for panel in draw(runs).axes if panel.get_title().startswith("loss")]
+    n_curves: list[int] = []
+    for panel in panels:
+        curves = [line for line in panel.lines if np.size(line.get_xdata())]
+        n_curves.append(len(curves))
+    assert n_curves == [4, 2], "training and validation of a and c, and of b"
+    assert "validation data" not in report.format_report([runs[0], runs[2]])
 
 
 def test_picture_of_many_runs_names_each_beside_the_curves() -> None:
