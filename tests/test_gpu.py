@@ -177,8 +177,6 @@ RUN |= {
 }
 RUN |= {"report_rate": 1, "max_steps": 10**6, "checkpoint_rate": 10**6, "validation_rate": 10**6}
 STEPS = 12
-EVENT_CATEGORIES = ("kernel", "gpu_memcpy")
-"""Categories of events in a trace of PyTorch's profiler."""
 
 
 def execute(
@@ -286,37 +284,6 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
     return same
 
 
-def copies(world: World) -> dict[str, float]:
-    """By direction, the share of the time of offloading's copies in which kernels run."""
-    hp = read(RUN | {"activation_offload": True})
-    mesh = world.device_mesh(parallelize.mesh_shape(hp.parallel, 1, 1))
-    model = fsdp.build_model(hp, mesh, torch.bfloat16)
-    parallelize.initialize_parameters(model, 7)
-    tokens = torch.zeros(
-        hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64, device=world.device
-    )
-    for _ in range(2):
-        model(tokens, tokens).backward()
-    with tempfile.TemporaryDirectory() as folder:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            model(tokens, tokens).backward()
-            torch.cuda.synchronize()
-        profiler.export_chrome_trace(str(Path(folder, "trace.json")))
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    spans = [
-        (e["cat"], e["name"], e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e.get("cat", "") in EVENT_CATEGORIES
-    ]
-    kernels = [(start, end) for cat, _, start, end in spans if cat == "kernel"]
-    found = {}
-    for direction in ("DtoH", "HtoD"):
-        moved = [(start, end) for _, name, start, end in spans if direction in name]
-        busy = sum(max(0, min(end, b) - max(start, a)) for start, end in moved for a, b in kernels)
-        found[direction] = busy / sum(end - start for start, end in moved)
-    return found
-
-
 def steps_without_waiting(world: World) -> int:
     """Completed steps of a run: after two, one that waits for the GPU is an error."""
     completed = 0
@@ -390,7 +357,6 @@ CASES: dict[str, Callable[..., Any]] = {
     "full, activation_offload": functools.partial(
         train, activation_checkpointing="full", activation_offload=True
     ),
-    "copies": copies,
     "steps_without_waiting": steps_without_waiting,
     "pairs_without_waiting": pairs_without_waiting,
     "cpu_offload": functools.partial(train, cpu_offload=True),
@@ -534,13 +500,6 @@ def test_activation_checkpointing_memory_order(
     order = ("full, activation_offload", "full", "selective")
     peaks = [result(name)[-1]["peak_memory_gib"] for name in order]
     assert peaks == sorted(set(peaks))
-
-
-@needs_gpu
-@pytest.mark.gpu_quick
-def test_activation_offload_copies_while_kernels_run(result: Callable[[str], Any]) -> None:
-    for direction in ("DtoH", "HtoD"):
-        assert result("copies")[direction] > 0, direction
 
 
 @needs_gpu

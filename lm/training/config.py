@@ -457,8 +457,7 @@ class ParallelConfig(Config, frozen=True):
     )
     activation_offload: Logged[bool] = Field(
         False,
-        description="keep what blocks save for backward in host memory, except for the last two"
-        " blocks",
+        description="keep what blocks save for backward in host memory",
         json_schema_extra={"aliases": ["offload_activations", "activation_offloading"]},
     )
     sync_each_micro_step: Logged[bool] = Field(

@@ -45,7 +45,7 @@ from lm.shards import local_rows
 from lm.training import lora
 from lm.training.config import ParallelConfig
 from lm.training.float8 import convert_to_float8
-from lm.training.offload import ActivationOffload
+from lm.training.offload import offload_activations
 from lm.training.transfer import UNSCALED, Transfer
 from lm.transformers_model import AnyModel, kept_in_float32
 from model import Transformer
@@ -246,8 +246,10 @@ def compile_blocks(model: AnyModel, compile_graph: Callable[[Any], Any]) -> None
 
 def apply_activation_offload(model: AnyModel, config: ParallelConfig, mesh: DeviceMesh) -> None:
     """Let host memory hold what the blocks save for backward."""
-    if config.activation_offload:
-        ActivationOffload(list(model.blocks), mesh.device_type)
+    if not config.activation_offload:
+        return
+    for block in model.blocks:
+        offload_activations(block, mesh.device_type)
 
 
 def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
