@@ -25,6 +25,7 @@ from lm.plan.step import (
     Memory,
     device_bytes,
     find_peak,
+    host_bytes,
     measure_step,
 )
 from lm.training import parallelize
@@ -91,7 +92,7 @@ def measure(hp: Hyperparameters, ranks: Ranks) -> Need:
     """Return what a step needs."""
     peaks = measure_step(hp, ranks)
     phase = find_peak(peaks)
-    host = max(memory.get(HOST, 0) for memory in peaks.values())
+    host = host_bytes(peaks)
     if hp.checkpoint.async_checkpoint:
         shards = parallelize.mesh_shape(hp.parallel, ranks.size, ranks.per_node).shard
         host += count_state(hp, ranks.dtype).copied // shards

@@ -46,7 +46,9 @@ GRADIENTS = "gradients"
 GATHERED = "gathered"
 ACTIVATIONS = "activations"
 HOST = "host"
-"""what is offloaded, and takes no memory of a GPU"""
+"""the state that is offloaded, and takes no memory of a GPU"""
+COPIES = "copies"
+"""of activations, in host memory"""
 
 FORWARD = "the forward pass"
 BACKWARD_OF_LAST = "backward through the last layers"
@@ -60,7 +62,13 @@ Memory = Mapping[str, int]
 
 def device_bytes(memory: Memory) -> int:
     """Return the bytes on the device."""
-    return sum(n_bytes for part, n_bytes in memory.items() if part != HOST)
+    return sum(n_bytes for part, n_bytes in memory.items() if part not in (HOST, COPIES))
+
+
+def host_bytes(peaks: Mapping[str, Memory]) -> int:
+    """Return the bytes in host memory, of which its allocator keeps those of copies."""
+    state = max(memory.get(HOST, 0) for memory in peaks.values())
+    return state + max(memory.get(COPIES, 0) for memory in peaks.values())
 
 
 _COMPUTED_BY = {**delta_rule.COMPUTED_BY, **nf4.COMPUTED_BY}
@@ -113,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
                 result = inside(*args, **kwargs)
         part = ACTIVATIONS
         if func is torch.ops.aten.empty_like.default and "device" in kwargs:
-            part = HOST  # only the offloading of activations says on which device
+            part = COPIES  # only the offloading of activations says on which device
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.add(leaf, part)
@@ -168,8 +176,10 @@ class LiveBytes(TorchDispatchMode):
         if self._phase is None:
             return
         peak = self.peaks.get(self._phase, {})
+        copies = max(self._now[COPIES], peak.get(COPIES, 0))
         if device_bytes(self._now) >= device_bytes(peak):
-            self.peaks[self._phase] = dict(self._now)
+            peak = dict(self._now)
+        self.peaks[self._phase] = {**peak, COPIES: copies}
 
     @contextmanager
     def seeing_resized(self) -> Iterator[None]:
