@@ -12,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from lm.hf import weights
 from lm.inputs import fingerprint_inputs
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment
-from lm.search.search import Search, find_changes
+from lm.search.search import RUN, Search, find_changes
 from lm.search.trials import Devices
 from tests.soak_search import Soak, read_study, start
 from tests.support import PATIENCE
@@ -143,7 +144,8 @@ def test_experiment_accepts_the_nulls_of_a_master() -> None:
     contents |= {"resources": {"slots_per_trial": None}, "reproducibility": None}
     Path("tiny.yaml").write_text(yaml.safe_dump(contents))
     sections = Experiment(Path("tiny.yaml"), []).sections
-    assert (sections.slots, sections.seed, sections.max_restarts) == (1, 0, 5)
+    assert (sections.resources.slots_per_trial, sections.max_restarts) == (1, 5)
+    assert sections.reproducibility.experiment_seed == 0
     assert sections.searcher.divisor == 4
 
 
@@ -201,6 +203,16 @@ def test_search_refuses_before_the_first_trial(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("section", ["resources", "reproducibility", "max_restarts"])
+def test_search_refuses_a_section_of_another_kind(
+    section: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_experiment(RANDOM, SMALL)
+    path.write_text(f"{section}: some\n{path.read_text()}")
+    assert command.main([str(path)]) == ConfigError.exit_code
+    assert capsys.readouterr().err.startswith(f"tiny.yaml:1: {section}: 'some'")
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -231,9 +243,11 @@ def test_wrong_arguments_of_a_search_are_named(
     ],
 )
 @pytest.mark.slow
-def test_trials_refuse_both_ends_in_a_dry_run(changes: dict[str, Any], parts: list[str]) -> None:
+def test_search_of_which_trials_refuse_both_ends_leaves_nothing(
+    changes: dict[str, Any], parts: list[str]
+) -> None:
     write_experiment(ASHA, SMALL | changes)
-    _, errors = finish(start(Path.cwd(), "--dry-run"), ConfigError.exit_code)
+    _, errors = finish(start(Path.cwd()), ConfigError.exit_code)
     (line,) = errors.splitlines()
     assert all(part in line for part in parts), line
     assert not Path("runs").exists()
@@ -322,14 +336,18 @@ def test_partial_record_of_a_kill_is_dropped() -> None:
         open_search("run_name=c")
 
 
-def test_trial_that_is_still_saving_is_waited_for() -> None:
+@pytest.mark.parametrize("state", [TrialState.RUNNING, TrialState.PRUNED])
+def test_trial_that_is_still_saving_is_waited_for(
+    state: TrialState, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It uses a GPU that another trial would be started on."""
     write_experiment(RANDOM, SMALL)
     search = open_search()
     trial = optuna.trial.create_trial(
-        state=TrialState.RUNNING,
+        state=state,
         params=search._draw(0),
         distributions=dict(search.experiment.distributions),
+        user_attrs={RUN: "trial-0"},
     )
     search.study.add_trial(trial)
     Path("runs/tiny/trial-0").mkdir()
@@ -342,29 +360,13 @@ def test_trial_that_is_still_saving_is_waited_for() -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
-        assert search._next_run() is None
+        waiting = threading.Thread(target=search._wait_for_saving_trials)
+        waiting.start()
+        wait_until(lambda: "waiting for trial-0" in capsys.readouterr().out)
+        assert waiting.is_alive()
         holder.kill()
-    run = search._next_run()
-    assert run is not None
-    assert run.name == "trial-0"
-
-
-def test_file_of_a_refused_start_can_be_corrected() -> None:
-    lock = Path("runs/tiny/lock")  # of this process, which opens the study again
-    write_experiment(RANDOM, SMALL | {"d_model": 7})
-    open_search()  # whose dry run refuses it
-    lock.unlink()
-    larger = {"metric": "reward_accuracy", "smaller_is_better": False}
-    write_experiment(RANDOM | larger, SMALL)
-    trials = draw_all(open_search(), 1)
-    lock.unlink()
-    study = open_search().study
-    assert study.direction == optuna.study.StudyDirection.MAXIMIZE
-    assert [trial.params for trial in study.trials] == trials
-    lock.unlink()
-    write_experiment(RANDOM, SMALL)
-    with pytest.raises(ConfigError, match=r"searcher\.metric: was reward_accuracy"):
-        open_search()
+        waiting.join(PATIENCE)
+        assert not waiting.is_alive()
 
 
 def test_search_in_the_directory_of_a_run_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from lm import strict_yaml
 from lm.errors import ConfigError, limit_problems
@@ -71,12 +71,24 @@ class Searcher(BaseModel, frozen=True, extra="forbid"):
         return self
 
 
+class Resources(BaseModel, frozen=True):
+    """What is read of the section `resources`."""
+
+    slots_per_trial: Count = 1
+
+
+class Reproducibility(BaseModel, frozen=True):
+    """What is read of the section `reproducibility`."""
+
+    experiment_seed: int = Field(default=0, ge=0)
+
+
 class Sections(BaseModel, frozen=True):
     """What a search reads of an experiment file, besides hyperparameters."""
 
     searcher: Searcher
-    slots: Count = Field(1, validation_alias=AliasPath("resources", "slots_per_trial"))
-    seed: int = Field(0, ge=0, validation_alias=AliasPath("reproducibility", "experiment_seed"))
+    resources: Resources = Resources()
+    reproducibility: Reproducibility = Reproducibility()
     max_restarts: int = Field(5, ge=0)
 
 
@@ -172,6 +184,9 @@ class Experiment:
             self._apply(argument, contents)
         self.hyperparameters: dict[str, Any] = contents["hyperparameters"]
         self.run_name = str(self.hyperparameters.get("run_name") or path.stem)
+        if "/" in self.run_name:
+            problem = f"{self.run_name!r} has a '/'; trials are in runs/NAME/trial-N"
+            self._refuse("hyperparameters.run_name", problem)
         try:
             self.sections = Sections.model_validate(_without_nulls(contents))
         except ValidationError as invalid:
@@ -230,7 +245,9 @@ class Experiment:
         for key, value in self.hyperparameters.items():
             if key != "run_name":
                 identity[key] = _as_text(value)
-        return identity | self.sections.model_dump(include={"slots", "seed"})
+        identity["slots"] = self.sections.resources.slots_per_trial
+        identity["seed"] = self.sections.reproducibility.experiment_seed
+        return identity
 
     def _apply(self, argument: str, contents: Mapping[str, Any]) -> None:
         """Apply an argument; trials refuse one that is not `key=value`."""

@@ -114,11 +114,14 @@ def run_search(path: Path, arguments: Sequence[str], parallel: int | None, is_dr
     """Run the search of an experiment file. Return the exit code."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     experiment = Experiment(path, arguments)
-    devices = Devices(experiment.sections.slots, parallel)
+    devices = Devices(experiment.sections.resources.slots_per_trial, parallel)
     if is_dry_run:
         check_ends(experiment, devices, check_all=True)
         return 0
-    search = Search(experiment, devices)
+    accepted: Point | None = None
+    if not RunDir(experiment.run_name).path.exists():  # it stays so if the start is refused
+        accepted = check_ends(experiment, devices, check_all=False)
+    search = Search(experiment, devices, accepted)
     handle_stop_signals(search.on_signal)
     if not search.run():
         print(f"stopped as requested; rerun the same command to continue {search.path}")
@@ -132,25 +135,26 @@ class Search:
 
     The constructor locks the directory of the search, and opens or creates the study.
 
+    Args:
+        accepted: a point that trials accept; None = `run` checks some, if trials are left.
+
     Raises:
         ConfigError: the study is of another experiment, damaged, or missing next to its trials.
         RunError: another process has locked the directory.
     """
 
-    def __init__(self, experiment: Experiment, devices: Devices) -> None:
+    def __init__(
+        self, experiment: Experiment, devices: Devices, accepted: Point | None = None
+    ) -> None:
         self.experiment = experiment
         self._devices = devices
         self._running: dict[int, TrialRun] = {}
         """by place"""
         self._n_failures: Counter[int] = Counter()
-        self._accepted: Point = {}
-        """a point that trials accepted when the search was started"""
+        self._accepted = accepted
         self._was_asked_to_stop = False
         self._error: ConfigError | None = None
         """what is wrong with the machine or the data, so that no trial can go on"""
-        if "/" in experiment.run_name:
-            problem = f"{experiment.run_name!r} has a '/'"
-            raise ConfigError(f"run_name: {problem}; trials are in runs/NAME/trial-N")
         run_dir = RunDir(experiment.run_name)
         self.path = run_dir.path
         if run_dir.config.exists():
@@ -164,9 +168,6 @@ class Search:
         try:
             self._storage = JournalStorage(JournalFileBackend(str(journal)))
             self.study = self._open_study()
-            if not self.study.get_trials(deepcopy=False):  # its start was refused
-                optuna.delete_study(study_name=_STUDY, storage=self._storage)
-                self.study = self._open_study()
         except (ValueError, LookupError) as error:
             problem = f"{journal}: damaged ({error})"
             raise ConfigError(f"{problem}; start another search: run_name=NAME") from None
@@ -204,7 +205,8 @@ class Search:
         Raises:
             ConfigError: trials cannot go on, for a reason that is not one of their points.
         """
-        if self._is_unfinished():
+        self._wait_for_saving_trials()
+        if self._accepted is None and self._is_unfinished():
             self._accepted = check_ends(self.experiment, self._devices, check_all=False)
         while self._is_unfinished() or self._running:
             if self._was_asked_to_stop or self._error is not None:
@@ -226,6 +228,17 @@ class Search:
         if self._error is not None:
             raise self._error
         return not self._is_unfinished()
+
+    def _wait_for_saving_trials(self) -> None:
+        """Wait for trials that a killed search has left saving, on devices that they still use."""
+        for trial in self.study.get_trials(deepcopy=False):
+            if RUN not in trial.user_attrs:
+                continue  # it was never started
+            run = TrialRun(self.path.name, trial.user_attrs[RUN], trial.number)
+            if run.is_in_use():
+                announce(f"waiting for {run.name}, which another process still runs")
+            while run.is_in_use() and not self._was_asked_to_stop:
+                time.sleep(POLL_SECONDS)
 
     def _is_unfinished(self) -> bool:
         trials = self.study.get_trials(deepcopy=False)
@@ -249,17 +262,12 @@ class Search:
             self._running[place] = run
 
     def _next_run(self) -> TrialRun | None:
-        """Return a run to start: of a trial that has no result yet, or of a new one.
-
-        None = there is none, or a killed search has left one saving, on devices that it still uses.
-        """
+        """Return a run to start: of a trial that has no result yet, or of a new one, or None."""
         running = [run.number for run in self._running.values()]
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if trial.number in running:
                 continue
             run = self._open_run(trial.number)
-            if run.is_in_use():
-                return None
             self._report(run)
             if self._trial(trial.number).state == TrialState.RUNNING:
                 return run
@@ -274,10 +282,16 @@ class Search:
 
     def _draw(self, number: int) -> Point:
         """Return the point of a trial: of a grid or a random search a function of its number."""
-        seed = derive_seed("point", self.experiment.sections.seed, number) % 2**32
+        seed = (
+            derive_seed("point", self.experiment.sections.reproducibility.experiment_seed, number)
+            % 2**32
+        )
         sampler: BaseSampler = RandomSampler(seed)
         if self.experiment.searcher.name == "grid":
-            order = derive_seed("grid", self.experiment.sections.seed) % 2**32
+            order = (
+                derive_seed("grid", self.experiment.sections.reproducibility.experiment_seed)
+                % 2**32
+            )
             sampler = GridSampler(self.experiment.choices(), order)
         elif self.experiment.searcher.sampler == "tpe":
             sampler = TPESampler(seed=seed)
@@ -359,7 +373,7 @@ class Search:
             self._fail(run, reason)
         elif run.had_trained:
             self._end(f"{run.name} does not resume: {reason}")
-        elif dry_run(self.experiment.arguments_of(self._accepted, "check"), self._devices):
+        elif dry_run(self.experiment.arguments_of(self._accepted or {}, "check"), self._devices):
             self._end(f"{run.name} does not start: {reason}")
         else:
             self._fail(run, reason)

@@ -204,4 +204,4 @@ class TrialRun:
             file.seek(max(0, size - _MAX_ERROR_BYTES))
             errors = file.read(_MAX_ERROR_BYTES).decode(errors="replace")
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        return make_printable("; ".join(lines[-3:]))
+        return make_printable("; ".join(lines[-3:])) or "it printed no error"
