@@ -113,6 +113,16 @@ def test_sections_that_are_not_mappings_set_nothing() -> None:
     assert implied_overrides(experiment) == []
 
 
+@pytest.mark.parametrize("value", [None, False, True, {"type": "const", "val": False}], ids=str)
+def test_profiler_that_is_set_is_not_overridden(value: Any) -> None:
+    hyperparameters = {} if value is None else {"core_api_profiler": value}
+    experiment = {"profiling": {"enabled": True}, "hyperparameters": hyperparameters}
+    overrides = ["core_api_profiler=true"] if value is None else []
+    assert implied_overrides(experiment) == overrides
+    is_named = any("core_api_profiler: false" in line for line in unread_keys(experiment))
+    assert is_named == (value not in (None, True))
+
+
 @pytest.mark.slow
 def test_dry_run_names_unread_keys(tmp_path: Path) -> None:
     keys = {"scheduling_unit": 10, "optimizations": {"mixed_precision": "O2"}}
@@ -133,7 +143,7 @@ def test_dry_run_names_unread_keys(tmp_path: Path) -> None:
 def test_profiling_enabled_is_core_api_profiler(
     profiling: dict[str, Any], arguments: list[str], profiles: bool
 ) -> None:
-    experiment = {"profiling": profiling, "hyperparameters": {"core_api_profiler": False}}
+    experiment = {"profiling": profiling, "hyperparameters": {}}
     overrides = [*implied_overrides(experiment), *arguments]
     hp = read_hyperparameters(experiment, overrides, "test")
     assert hp.profiling.core_api_profiler == profiles
