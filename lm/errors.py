@@ -133,6 +133,15 @@ def error_prefix(prefix: str) -> Iterator[None]:
         raise ConfigError(*problems) from None
 
 
+@contextmanager
+def without_prefix(prefix: str) -> Iterator[None]:
+    """Let no problem of a ConfigError start with `prefix`, e.g. a key that a command has not."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(each.removeprefix(f"{prefix}: ") for each in error.problems)) from None
+
+
 def open_standard_streams(*, lossy_stdout: bool = False) -> None:
     """Make the standard streams usable, whatever this process was started with.
 

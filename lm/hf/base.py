@@ -30,7 +30,7 @@ from lm.checkpoint.manifest import (
 from lm.data.hub import find_directory
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
-from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error, without_prefix
 from lm.hf import weights
 from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
@@ -129,12 +129,11 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
         ConfigError: they are not there, or differ.
     """
     try:
-        directory = weights.find_source(find_directory(str(base_dir or base.source)))
+        with without_prefix("init_from"):
+            directory = weights.find_source(find_directory(str(base_dir or base.source)))
     except ConfigError as error:
-        problem = str(error).removeprefix("init_from: ")
-        raise ConfigError(
-            f"base of the adapters: {problem}; pass its directory with --base"
-        ) from None
+        problem = f"base of the adapters: {error}"
+        raise ConfigError(f"{problem}; pass its directory with --base") from None
     if compute_checksums(directory) != base.files:
         raise ConfigError(
             f"{directory}: its weights differ from the base that the adapters were trained for"
@@ -254,6 +253,7 @@ def load_model(
     return load(directory, device, base_dir, dtype), tokenizer
 
 
+@without_prefix("init_from")
 def open_model(
     source: str | Path,
     device: torch.device | str = "cpu",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm.data.tokenizer.files import MODEL_CONFIG
-from lm.errors import ConfigError, error_prefix
+from lm.errors import ConfigError, error_prefix, without_prefix
 from lm.hf import weights
 from lm.hf.examine import examine
 from lm.hf.quantization import quantization_of
 from lm.transformers_model import text_config
 
 
+@without_prefix("init_from")
 def describe_examination(source: str) -> tuple[str, int]:
     """Return what of a class of transformers can be trained exactly here, and the exit code.
 
