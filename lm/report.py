@@ -347,7 +347,7 @@ def _list_drawn(runs: Sequence[RunRecords]) -> list[_Drawn]:
 def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     """Draw the curves of `runs`; raise ImportError without matplotlib.
 
-    Losses on other validation data have a panel of their own. Of one run, a color is a metric. Of
+    Losses on other validation data are in a separate panel. Of one run, a color is a metric. Of
     several, a color is a run, and a style is a metric.
     """
     from matplotlib.figure import Figure
