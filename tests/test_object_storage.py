@@ -482,7 +482,7 @@ def test_lease_of_a_dead_run_is_replaced(
     c.acquire()  # released: at once
     c.release()
     # A run on this disk, which would seem to be lost:
-    write_state(folders[2], RunState(first_checkpoint="a", had_checkpoint=True))
+    write_state(folders[2], RunState(had_checkpoint_at="checkpoints"))
     with pytest.raises(ConfigError, match=f"^{folders[2]}: .*run_name, with resume={folders[2]} "):
         c.acquire()
 

@@ -369,6 +369,8 @@ def test_store_whose_first_save_was_killed_starts_anew(
             plan = plan_resume("auto", None, store, restarted=False)
             assert len(plan.resume_candidates) == (moment == "after")
             if moment == "after":
+                state = {"model": toy_model(-1).state_dict(), "scaler": {}, "spikes": {}}
+                load_checkpoint(plan, checkpointer, state, RUN_INFO, lambda _: None)
                 delete_all(store)
                 with pytest.raises(ConfigError, match="resume=fresh"):
                     plan_resume("auto", None, store, restarted=False)

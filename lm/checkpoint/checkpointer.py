@@ -288,7 +288,6 @@ class Checkpointer:
                     self._require_visible(path, files)
                     with _oserror_as_run_error(path, world.rank, needed):
                         self.store.require_lock()
-                        self.store.record_first(path)
                         write_manifest(path, manifest.model_copy(update={"files": files}))
         except Exception:
             if world.rank == 0:
@@ -379,9 +378,9 @@ class Checkpointer:
         return SavedState(path, manifest, self.world, share, n_shares)
 
     def add_saved(self, location: Location, manifest: Manifest) -> None:
-        """Count the complete checkpoint that this run resumed from."""
+        """Count the complete checkpoint that this run resumed from, on all ranks together."""
         self._newest = location.name
-        self.store.add(location, manifest)
+        self.world.run_in_thread_on_rank0(self.store.add, location, manifest)
 
 
 def _require_host_memory(needed: int) -> None:

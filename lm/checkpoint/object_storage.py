@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lm.checkpoint.location import Location, UrlLocation
 from lm.checkpoint.manifest import DRAFT, MANIFEST, PARTS, CheckpointError
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
-from lm.checkpoint.store import CheckpointStore, LocalCheckpoints, NewCheckpoint
+from lm.checkpoint.store import LocalCheckpoints, NewCheckpoint, RunCheckpoints
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
 from lm.runtime.run_state import (
@@ -53,7 +53,7 @@ RUN_FILES = (
 )
 
 
-class BucketCheckpoints(CheckpointStore):
+class BucketCheckpoints(RunCheckpoints):
     """The checkpoints and the files of a run in object storage, at `url`.
 
     Methods raise what those of `Bucket` raise.
@@ -68,6 +68,7 @@ class BucketCheckpoints(CheckpointStore):
     def __init__(self, url: str, run_dir: Path | None = None) -> None:
         self.bucket = Bucket(url)
         self.url = self.bucket.url
+        self.place = str(self)
         self._run_dir = run_dir
         if run_dir is not None:
             self.transfers = run_dir / "checkpoints"
@@ -111,15 +112,8 @@ class BucketCheckpoints(CheckpointStore):
     def is_in_use(self) -> bool:
         return is_leased(self.bucket)
 
-    def was_committed(self) -> bool:
-        paths = self.bucket.sizes("checkpoints")
-        if any(path.endswith(MANIFEST) for path in paths):
-            return True
-        state = self.read_state()
-        url, _, name = (state.first_checkpoint or "").rpartition("/")
-        if url != str(self):  # the working copy's, of another run or none
-            return False
-        return state.had_checkpoint or not any(path.startswith(f"{name}/") for path in paths)
+    def has_manifest(self) -> bool:
+        return any(MANIFEST in sizes for sizes in self.files().values())
 
     def read_state(self) -> RunState:
         """Return the state in the bucket, or else that of this machine's working copy."""
@@ -129,7 +123,7 @@ class BucketCheckpoints(CheckpointStore):
             return RunState()
         return read_state(self._run_dir)
 
-    def _write_state(self, state: RunState) -> None:
+    def write_state(self, state: RunState) -> None:
         assert self._run_dir is not None
         write_state(self._run_dir, state)
         self.bucket.upload([STATE], self._run_dir)
@@ -182,16 +176,9 @@ class BucketCheckpoints(CheckpointStore):
     def commit(self, path: Path, name: str) -> None:
         """Complete a checkpoint whose files have all been uploaded, on rank 0."""
         assert self._lease is not None
-        assert self._run_dir is not None
         self._lease.require()
-        state = self.read_state()
-        if state.first_checkpoint is None or not self.was_committed():
-            state = state.replace(first_checkpoint=str(self.locate(name)))
-            write_state(self._run_dir, state)
         self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
-        if not state.had_checkpoint:
-            self._write_state(state.replace(had_checkpoint=True))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         saved, _ = self.list_saved()
@@ -220,7 +207,7 @@ class BucketCheckpoints(CheckpointStore):
             if url == str(self):
                 state = state.replace(resumed_from=f"{self.url}/{aside}/checkpoints/{name}")
             state = state.replace(moving_to=aside)
-        self._write_state(state)
+        self.write_state(state)
         self._finish_move()
 
     def _finish_move(self) -> None:
@@ -235,7 +222,7 @@ class BucketCheckpoints(CheckpointStore):
             self.bucket.delete(old)
         write_state(self._run_dir, state)  # the machine that has begun may be another one
         finish_move(self._run_dir)
-        self._write_state(state.replace(moving_to=None))
+        self.write_state(state.replace(moving_to=None))
 
     def _movable(self) -> list[str]:
         stays = ("before-", "lease/", STATE)

@@ -23,7 +23,6 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError
 from lm.runtime.run_state import RunState, begin_run, has_files, read_state, write_state
-from lm.storage.bucket import is_url
 from lm.storage.folder import discard, scratch, settle
 from lm.storage.lock import is_held, require_held
 
@@ -44,12 +43,7 @@ class NewCheckpoint:
 
 
 class CheckpointStore(ABC):
-    """The checkpoints of one run. Methods without `world` are called on one rank.
-
-    Off the cluster, `state.json` names the first one before its manifest is written, and says
-    afterwards that it was complete. After a kill between the two it was if its manifest exists, or
-    if none of its files do, as a kill deletes nothing.
-    """
+    """The checkpoints of one run. Methods without `world` are called on one rank."""
 
     writes_in_place = True
     """whether all ranks write to, and read from, the same directory"""
@@ -133,9 +127,6 @@ class CheckpointStore(ABC):
     def require_lock(self) -> None:  # noqa: B027
         """Raise InUseError if another run writes here, too."""
 
-    def record_first(self, path: Path) -> None:  # noqa: B027
-        """Record that the checkpoint in `path` is about to be complete, if it is the first."""
-
     def remove_failed(self, path: Path) -> None:
         """Remove what a failed save has written to `path`, if all ranks share it."""
         if self.writes_in_place:
@@ -178,12 +169,45 @@ class CheckpointStore(ABC):
         """Try to `close`, once, without the other ranks: metrics up to an error can explain it."""
 
 
-class LocalCheckpoints(CheckpointStore):
+class RunCheckpoints(CheckpointStore):
+    """The checkpoints of a run off the cluster, whose `state.json` says if it ever had one.
+
+    It says so after a manifest is written, or when a run resumes from what a kill in between left.
+    """
+
+    place: str
+    """of the checkpoints, as `state.json` names it"""
+
+    @abstractmethod
+    def has_manifest(self) -> bool:
+        """Return whether there is a checkpoint that was complete."""
+
+    @abstractmethod
+    def read_state(self) -> RunState:
+        """Return what the run started from."""
+
+    @abstractmethod
+    def write_state(self, state: RunState) -> None:
+        """Replace what `read_state` returns."""
+
+    def was_committed(self) -> bool:
+        return self.has_manifest() or self.read_state().had_checkpoint_at == self.place
+
+    def add(self, location: Location, manifest: Manifest) -> None:  # noqa: ARG002
+        state = self.read_state()
+        is_ours = location == self.locate(location.name)
+        if is_ours and state.had_checkpoint_at != self.place:
+            self.write_state(state.replace(had_checkpoint_at=self.place))
+
+
+class LocalCheckpoints(RunCheckpoints):
     """The checkpoints of a run in a directory that all machines share.
 
     Args:
         context: Core API's, to save; None = only to read.
     """
+
+    place = "checkpoints"
 
     def __init__(self, path: Path, context: core.CheckpointContext | None = None) -> None:
         self.path = path
@@ -222,28 +246,14 @@ class LocalCheckpoints(CheckpointStore):
     def read_state(self) -> RunState:
         return read_state(self.path.parent)
 
-    def was_committed(self) -> bool:
-        if any(self.path.glob(f"[!.]*/{MANIFEST}")):
-            return True
-        state = self.read_state()
-        first = state.first_checkpoint
-        if first is None or is_url(first):  # this is the working copy of a run in a bucket
-            return False
-        return state.had_checkpoint or not (self.path / first).exists()
+    def write_state(self, state: RunState) -> None:
+        write_state(self.path.parent, state)
+
+    def has_manifest(self) -> bool:
+        return any(self.path.glob(f"[!.]*/{MANIFEST}"))
 
     def require_lock(self) -> None:
         require_held(self.path.parent / "lock")
-
-    def record_first(self, path: Path) -> None:
-        state = self.read_state()
-        if state.first_checkpoint is None or not self.was_committed():
-            write_state(self.path.parent, state.replace(first_checkpoint=path.name))
-
-    def remove_failed(self, path: Path) -> None:
-        state = self.read_state()
-        if state.first_checkpoint == path.name and not state.had_checkpoint:
-            write_state(self.path.parent, state.replace(first_checkpoint=None))  # before a kill
-        super().remove_failed(path)
 
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002
@@ -252,9 +262,6 @@ class LocalCheckpoints(CheckpointStore):
             yield NewCheckpoint(path, name)
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        state = self.read_state()
-        if not state.had_checkpoint:
-            write_state(self.path.parent, state.replace(had_checkpoint=True))
         saved: list[SavedCheckpoint] = []
         if keep is not None:  # else there may be thousands
             saved, _ = self.list_saved()
@@ -269,7 +276,7 @@ class LocalCheckpoints(CheckpointStore):
 
     def announce(self, state: RunState) -> None:
         if not has_files(self.path.parent):
-            write_state(self.path.parent, state)
+            self.write_state(state)
 
     def begin(self, state: RunState, *, fresh: bool) -> None:
         begin_run(self.path.parent, state, fresh=fresh)

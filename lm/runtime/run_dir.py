@@ -134,7 +134,7 @@ class RunDir:
             problem = f"{self.path}: cannot be created and locked ({cause})"
             raise ConfigError(f"{problem}; {remedy}") from None
         finish_move(self.path)
-        if read_state(self.path).had_checkpoint:  # the file system has shown that it can save
+        if read_state(self.path).had_checkpoint_at:  # the file system has shown that it can save
             return
         try:
             _try_to_save(self.checkpoints)

@@ -1,6 +1,6 @@
 """What a run off the cluster started from, and whether it ever had a checkpoint: `state.json`.
 
-It is written before a run's first step and with its first checkpoint, so that a run that is killed
+It is written before a run's first step and after its first checkpoint, so that a run that is killed
 at any moment neither forgets its start nor starts again at step 0 after its checkpoints are lost.
 """
 
@@ -41,11 +41,9 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
     init_from: str | None = Field(
         default=None, description="the hyperparameter: its initial weights"
     )
-    first_checkpoint: str | None = Field(
-        default=None, description="its first checkpoint, recorded before the manifest is written"
-    )
-    had_checkpoint: bool = Field(
-        default=False, description="whether a checkpoint was complete, recorded after the manifest"
+    had_checkpoint_at: str | None = Field(
+        default=None,
+        description="where it had a complete one: `checkpoints` of its directory, or a URL",
     )
     moving_to: str | None = Field(
         default=None,
