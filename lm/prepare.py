@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lm.data import token_file
 from lm.data.documents import FORMATS, bar_of_files, format_of
@@ -50,22 +49,10 @@ from lm.storage.folder import drafted, writing
 from lm.units import format_bytes, format_count
 
 
-@dataclass(frozen=True)
-class _UnknownTokenizer:
-    """That of the ids of HDF5 files, with --tokenizer none."""
-
-    vocab_size: int
-    identity = None
-    eos_id = None
-    files: ClassVar[Mapping[str, bytes]] = {}
-
-
 def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
     tokenizer = None
-    if args.tokenizer == "none":
-        tokenizer = _UnknownTokenizer(args.vocab_size)
-    elif args.tokenizer is not None:
+    if args.tokenizer is not None:
         tokenizer = load_tokenizer(args.tokenizer)
     index = args.out / f"{TRAIN}.json"
     _check_replaceable(args.out)
@@ -108,7 +95,7 @@ def _check_existing(
     args: argparse.Namespace,
     path: Path,
     sources: Sequence[SourceRecord],
-    tokenizer: Tokenizer | _UnknownTokenizer | None,
+    tokenizer: Tokenizer | None,
 ) -> str:
     """Return a line about the dataset with the index `path`, if it is that of this command."""
     try:
@@ -133,7 +120,7 @@ def _write_files(
     args: argparse.Namespace,
     files: Sequence[Path],
     sources: Sequence[SourceRecord],
-    tokenizer: Tokenizer | _UnknownTokenizer | None,
+    tokenizer: Tokenizer | None,
 ) -> list[str]:
     """Write all files of the dataset to `draft`. Return the lines to print."""
     fraction = args.validation_fraction
@@ -217,7 +204,7 @@ def _read_training_texts(
 def _read_tokens(
     args: argparse.Namespace,
     files: Sequence[Path],
-    tokenizer: Tokenizer | _UnknownTokenizer,
+    tokenizer: Tokenizer,
     from_tail: bool,
 ) -> Iterator[TokenChunk]:
     """Yield the tokens of all files in order."""
@@ -229,7 +216,6 @@ def _read_tokens(
             for path in paths:
                 yield from read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
         else:
-            assert not isinstance(tokenizer, _UnknownTokenizer)  # find_inputs
             texts = _read_split_documents(args, paths, from_tail)
             split = (split_document(each.document, each.blocks(), tokenizer) for each in texts)
             parts = itertools.chain.from_iterable(split)
@@ -246,19 +232,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--tokenizer",
         metavar="T",
-        help="as in training; for HDF5 the one that made its ids, or none",
+        help="as in training; for HDF5 the one that made its ids",
     )
     add(
         "--train-tokenizer",
         type=int,
         metavar="N",
         help="train a tokenizer of N tokens on the input first",
-    )
-    add(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="with --tokenizer none: all ids are below N",
     )
     add(
         "--text-field",
@@ -296,7 +276,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _check_arguments(args: argparse.Namespace) -> None:
     n_tokens = args.train_tokenizer
-    size = args.vocab_size
     fraction = args.validation_fraction
     problems: list[str] = []
     if not args.input:
@@ -308,11 +287,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if n_tokens is not None and n_tokens < 257:
         least = f"257 (256 bytes and {END_OF_TEXT})"
         problems.append(f"--train-tokenizer: {n_tokens} is less than {least}")
-    if (args.tokenizer == "none") != (size is not None):
-        rule = "required with --tokenizer none, and only allowed with it"
-        problems.append(f"--vocab-size: {rule}")
-    if size is not None and not 0 < size <= 2**32:
-        problems.append(f"--vocab-size: {size} is not between 1 and 2^32")
     if not 0 <= fraction < 1:
         problems.append(f"--validation-fraction: {fraction:g} is not at least 0 and below 1")
     if args.workers < 1:
@@ -367,8 +341,6 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
 
 def _format_problem(args: argparse.Namespace, name: str) -> str | None:
     """Return why a file of the format `name` cannot be encoded as `args` say, if it cannot."""
-    if name != "hdf5" and args.tokenizer == "none":
-        return "is text, but --tokenizer none is for HDF5 only; pass a tokenizer"
     if name == "hdf5" and args.train_tokenizer is not None:
         return "contains ids, no text to train a tokenizer on; pass --tokenizer"
     return None

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import codecs
-import gzip
 import math
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from lm.data.signatures import DECOMPRESSORS, advise_encoding, check_nul, check_pointer, check_start
 from lm.errors import ConfigError
-from lm.launch.requirements import requires
 
 READ_BLOCK_BYTES = 1 << 20
 MAX_EXPANSION = 200
 """By which factor a compressed file can expand: text has 3 to 20, tasks with examples up to 80."""
 FREE_EXPANSION_BYTES = 64 << 20
 """To which any compressed file can expand."""
-_START_BYTES = 4096
-"""that are looked at to know what a file is"""
-_ZST_READ_BYTES = 2048
-"""Small, because a byte of a .zst file can decompress to ten thousand."""
-_ZST_MAX_WINDOW_BYTES = 1 << 31
-"""Also files made with --long can be read."""
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+"""of pyarrow, by suffix"""
 
 
 def is_compressed(path: Path) -> bool:
@@ -48,7 +41,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             check_pointer(path)
             size = path.stat().st_size
             limit = max(MAX_EXPANSION * size, FREE_EXPANSION_BYTES)
-        for block in _join_start(_read_raw_blocks(path)):
+        for block in _read_raw_blocks(path):
             if n_bytes + len(block) > limit:
                 problem = f"{size:,} bytes expand to more than {limit:,}"
                 raise ConfigError(f"{path}: {problem}; if this is right, decompress it first")
@@ -57,8 +50,8 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             check_nul(path, block, n_bytes)
             yield block.removeprefix(codecs.BOM_UTF8) if n_bytes == 0 else block
             n_bytes += len(block)
-    except (OSError, EOFError, zlib.error) as error:
-        problem = getattr(error, "strerror", None)
+    except OSError as error:
+        problem = error.strerror
         if problem is None:  # of the decompressor
             problem = f"{error}; download or compress it again"
             if n_bytes == 0:
@@ -66,54 +59,19 @@ def read_blocks(path: Path) -> Iterator[bytes]:
         raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {problem}") from None
 
 
-def _join_start(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield `blocks`, the first ones joined to `_START_BYTES`: a frame can have a single byte."""
-    start = b""
-    for block in blocks:
-        start += block
-        if len(start) >= _START_BYTES:
-            break
-    if start:
-        yield start
-    yield from blocks
-
-
 def _read_raw_blocks(path: Path) -> Iterator[bytes]:
-    if is_compressed(path) and path.stat().st_size == 0:
-        raise EOFError("the compressed file is empty")
-    suffix = path.suffix.lower()
-    if suffix == ".zst":
-        yield from _read_zst_blocks(path)
-        return
-    with gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
-        while block := file.read(READ_BLOCK_BYTES):
-            yield block
-
-
-def _read_zst_blocks(path: Path) -> Iterator[bytes]:
-    """Decompress frame by frame, as the package's own reader accepts a truncated file."""
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(f"{path}: {requires('zstandard')}") from None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_MAX_WINDOW_BYTES)
-    frame = None
     with path.open("rb") as file:
-        try:
-            while data := file.read(_ZST_READ_BYTES):
-                while data:
-                    if frame is None:
-                        frame = decompressor.decompressobj()
-                    block = frame.decompress(data)
-                    if block:
-                        yield block
-                    data = frame.unused_data
-                    if frame.eof:
-                        frame = None
-        except zstandard.ZstdError as error:
-            raise EOFError(error) from None
-    if frame is not None:
-        raise EOFError("the file ends inside a frame")
+        if not is_compressed(path):
+            while block := file.read(READ_BLOCK_BYTES):
+                yield block
+            return
+        if path.stat().st_size == 0:
+            raise OSError("the compressed file is empty")
+        import pyarrow
+
+        with pyarrow.input_stream(file, compression=_CODECS[path.suffix.lower()]) as contents:
+            while block := contents.read(READ_BLOCK_BYTES):
+                yield block
 
 
 def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:

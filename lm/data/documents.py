@@ -37,7 +37,7 @@ _FORMAT_OF_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix 
 STREAMED = {name: suffixes for name, suffixes in FORMATS.items() if name != "hdf5"}
 """those of records"""
 _LIBRARY_FORMATS = ("parquet", "arrow")
-"""formats that the `datasets` library reads"""
+"""formats that the `datasets` library streams"""
 _READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
 """formats that are also read from .gz and .zst files"""
 _MOST_EMPTY_LINES = 1 << 16

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.blocks import read_text_blocks
-from lm.data.documents import format_of, read_records, read_table, stream_records
+from lm.data.documents import format_of, read_records, read_table
 from lm.data.encoder import Document
 from lm.data.json_lines import Record
 from lm.data.record_fields import get_text
@@ -27,10 +27,8 @@ from lm.launch.requirements import requires
 _SPACE = re.compile(r"(?<=\S) (?=\S)")
 IDS_AT_ONCE = 1 << 20
 """that are read from an HDF5 file"""
-MAX_COMPRESSION = 1100
-"""By which factor HDF5's filters can compress. Deflate, the strongest, has 1032."""
-MAX_SAMPLE_BYTES = 1 << 30
-"""Of one row of an HDF5 file, which is read at once."""
+_ROWS_AT_ONCE = 1024
+"""that are read from a Parquet file"""
 
 
 class Text(NamedTuple):
@@ -148,7 +146,7 @@ def _read_file(path: Path, name: str | None, field: str) -> Iterator[Text]:
                 _check_column(header, field, f"{path}:1")
             yield from _read_field(rows, field)
         case _:
-            yield from _read_library_table(str(name), path, field)
+            yield from _read_columns(str(name), path, field)
 
 
 def _read_field(records: Iterable[Record], field: str) -> Iterator[Text]:
@@ -169,32 +167,65 @@ def _check_column(columns: Iterable[str], field: str, place: str) -> None:
     _get_text(dict.fromkeys(columns, ""), field, place)
 
 
-def _read_library_table(name: str, path: Path, field: str) -> Iterator[Text]:
+def _read_columns(name: str, path: Path, field: str) -> Iterator[Text]:
+    """Yield the values of a column of a Parquet or Arrow file."""
+    check_pointer(path)
     try:
-        from datasets import logging
-    except ImportError:
-        raise ConfigError(f"{path}: {requires('datasets')}") from None
-    logging.set_verbosity(logging.CRITICAL)  # the errors below report the problem
-    try:
-        table: Any = stream_records([path], name)
-        _check_column(table.features, field, str(path))
-        for row, record in enumerate(table.select_columns([field]), 1):
-            place = f"{path}: row {row}"
-            text = _get_text(record, field, place)
-            yield Text(Document("", len(text), place), partial(iter, (text,)))
-    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
+        with path.open("rb") as file:
+            table = _open_parquet(file, field) if name == "parquet" else _open_arrow(file)
+            _check_column(table.columns, field, str(path))
+            row = 0
+            for batch in table.batches:
+                for value in batch.column(field).to_pylist():
+                    row += 1
+                    place = f"{path}: row {row}"
+                    text = _get_text({field: value}, field, place)
+                    yield Text(Document("", len(text), place), partial(iter, (text,)))
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        NotImplementedError,
+    ) as error:  # pyarrow's errors are subclasses of these
         raise ConfigError(f"{path}: cannot be read as {name}: {error_text(error)}") from None
 
 
-def read_ids(
-    path: Path, vocab_size: int, eos_id: int | None, fraction: float
-) -> Iterator[TokenChunk]:
+class _Table(NamedTuple):
+    columns: Sequence[str]
+    batches: Iterator[Any]
+    """record batches of pyarrow"""
+
+
+def _open_parquet(file: BinaryIO, field: str) -> _Table:
+    from pyarrow import parquet
+
+    opened = parquet.ParquetFile(file)
+    batches = opened.iter_batches(_ROWS_AT_ONCE, columns=[field])
+    return _Table(opened.schema_arrow.names, batches)
+
+
+def _open_arrow(file: BinaryIO) -> _Table:
+    """Open an Arrow file, or a stream, which `datasets` writes."""
+    import pyarrow
+    from pyarrow import ipc
+
+    try:
+        stream = ipc.open_stream(file)
+    except pyarrow.ArrowInvalid:
+        file.seek(0)
+        opened = ipc.open_file(file)
+        batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+        return _Table(opened.schema.names, batches)
+    return _Table(stream.schema.names, iter(stream))
+
+
+def read_ids(path: Path, vocab_size: int, eos_id: int, fraction: float) -> Iterator[TokenChunk]:
     """Yield the ids in `input_ids` of an HDF5 file: (samples, tokens), all below `vocab_size`.
 
     Consecutive samples are parts of one sequence. A document ends at an end-of-text id and at the
     end of the file; repeated end-of-text ids, which pad short samples, count as one. Validation
     data are held out by sample, and a document also ends where the next sample belongs to the other
-    split. Without `eos_id` there is one document.
+    split.
     """
     try:
         import h5py
@@ -211,24 +242,17 @@ def read_ids(
 
 
 def _open_ids(path: Path, file: Any) -> Any:
-    """Return the dataset `input_ids`, which is in this file and as large as it claims."""
+    """Return the dataset `input_ids`, which is in this file."""
     import h5py
 
     data = file.get("input_ids")
     if not isinstance(data, h5py.Dataset) or data.ndim != 2 or data.dtype.kind not in "iu":
-        found = [f"{key} {getattr(item, 'shape', '')}".strip() for key, item in file.items()]
-        problem = "has no input_ids, integers of shape (samples, tokens), only"
-        raise ConfigError(f"{path}: {problem}: {', '.join(found) or 'nothing'}")
+        problem = "has no input_ids, integers of shape (samples, tokens)"
+        raise ConfigError(f"{path}: {problem}; write them, or choose another file")
     link = file.get("input_ids", getlink=True)
     if not isinstance(link, h5py.HardLink) or data.is_virtual or data.external:
         problem = "input_ids is a link, a virtual dataset or stored outside this file"
         raise ConfigError(f"{path}: {problem}; write it into this file")
-    stored = data.id.get_storage_size()
-    sample = data.shape[1] * data.dtype.itemsize
-    if sample > MAX_SAMPLE_BYTES or data.nbytes > stored * MAX_COMPRESSION:
-        claim = f"{data.nbytes:,} bytes, {sample:,} per sample"
-        remedy = f"write the file again, with at most {MAX_SAMPLE_BYTES:,} bytes per sample"
-        raise ConfigError(f"{path}: input_ids claims {claim}, but {stored:,} are stored; {remedy}")
     return data
 
 
@@ -254,23 +278,19 @@ def _read_samples(
 
 
 def _join_samples(
-    samples: Iterable[NDArray[np.integer[Any]]], eos_id: int | None, fraction: float
+    samples: Iterable[NDArray[np.integer[Any]]], eos_id: int, fraction: float
 ) -> Iterator[TokenChunk]:
     """Yield the ids of samples; consecutive ones of the same split are parts of one sequence."""
     for held_out, run in itertools.groupby(samples, lambda ids: _is_held_out_ids(ids, fraction)):
         previous_id = eos_id  # as between documents
         for ids in run:
-            if eos_id is not None:
-                ids = _without_repeated(ids, eos_id, previous_id)
+            ids = _without_repeated(ids, eos_id, previous_id)
             if len(ids) > 0:
                 ends = np.flatnonzero(ids == eos_id) + 1
                 yield TokenChunk(ids, ends, held_out, ids.nbytes)
                 previous_id = int(ids[-1])
-        if previous_id != eos_id:
-            # The last document of the run has no end yet; without `eos_id`, no token marks it.
-            end_ids = [] if eos_id is None else [eos_id]
-            ends = np.array([len(end_ids)])
-            yield TokenChunk(np.array(end_ids, np.uint32), ends, held_out, 0)
+        if previous_id != eos_id:  # the last document of the run has no end yet
+            yield TokenChunk(np.array([eos_id], np.uint32), np.array([1]), held_out, 0)
 
 
 def _is_held_out_ids(ids: NDArray[np.integer[Any]], fraction: float) -> bool:
@@ -278,7 +298,7 @@ def _is_held_out_ids(ids: NDArray[np.integer[Any]], fraction: float) -> bool:
 
 
 def _without_repeated(
-    ids: NDArray[np.integer[Any]], eos_id: int, previous_id: int | None
+    ids: NDArray[np.integer[Any]], eos_id: int, previous_id: int
 ) -> NDArray[np.integer[Any]]:
     """Return `ids`, which follow `previous_id`, without each `eos_id` that follows another."""
     is_end = ids == eos_id
