@@ -487,6 +487,19 @@ def test_lease_of_a_dead_run_is_replaced(
         c.acquire()
 
 
+def test_start_in_a_bucket_is_recorded_before_its_weights_are_loaded(
+    s3: str, tmp_path: Path
+) -> None:
+    place = BucketCheckpoints(f"{s3}/test", tmp_path)
+    place.acquire()
+    place.announce(RunState(init_from="pretrained"))
+    assert BucketCheckpoints(f"{s3}/test").read_state().init_from == "pretrained"
+    place.bucket.write("metrics.jsonl", b"")
+    place.announce(RunState(init_from="another"))  # whose start would move that file aside first
+    assert BucketCheckpoints(f"{s3}/test").read_state().init_from == "pretrained"
+    place.release()
+
+
 def test_lease_that_is_none_is_replaced_at_once(s3: str, tmp_path: Path) -> None:
     no_leases = [
         b"5",

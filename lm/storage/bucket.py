@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az")
 RETRY_SECONDS = 120.0
 """How long a failing request is retried."""
+PAUSE_SECONDS = 1.0
+"""Before a request that obstore does not repeat is repeated."""
 REQUEST_SECONDS = 30.0
 """Longest wait for an answer, or for more of one."""
 MAX_TRANSFERS = 4
@@ -159,6 +161,7 @@ class Bucket:
                     raise
             else:
                 return
+            time.sleep(PAUSE_SECONDS)
 
     @contextmanager
     def _errors(self, action: str) -> Iterator[None]:
