@@ -220,6 +220,13 @@ def test_gradients_that_are_not_scattered_are_no_activations(gpus: int, sharding
     assert memory.get(step.ACTIVATIONS, 0) < memory[step.PARAMETERS] / 10
 
 
+@pytest.mark.parametrize(("dtype", "n_bytes"), [(torch.bfloat16, 2), (None, 4)])
+def test_copies_of_parameters_on_one_gpu_are_gathered(dtype: Any, n_bytes: int) -> None:
+    hp = Hyperparameters.from_flat(TINY | {"sharding": "grad-shard", "compile": False})
+    memory = step.take_step(hp, replace(on_gpus(1), dtype=dtype))[step.FORWARD]
+    assert memory[step.GATHERED] == n_bytes * hp.model.n_parameters
+
+
 def test_offloading_moves_bytes_to_host_memory() -> None:
     hp = Hyperparameters.from_flat(CODELLAMA)
     kept = fit.measure(hp, on_gpus())

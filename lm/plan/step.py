@@ -122,6 +122,8 @@ class LiveBytes(TorchDispatchMode):
         part = ACTIVATIONS
         if func is torch.ops.aten.empty_like.default and "device" in kwargs:
             part = COPIES  # only the offloading of activations says on which device
+        if func is torch.ops.aten._to_copy.default and self._part_of(args[0]) == PARAMETERS:
+            part = GATHERED  # converted for the gather
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.add(leaf, part)
@@ -149,11 +151,19 @@ class LiveBytes(TorchDispatchMode):
         for operand in operands:
             self._move(operand.untyped_storage()._cdata, part)
 
+    def _part_of(self, tensor: Tensor) -> str | None:
+        """Return the part that `tensor` belongs to; of what the optimizer computes with, None."""
+        if self._phase == OPTIMIZER:
+            return None
+        return self._parts.get(tensor.untyped_storage()._cdata)
+
     def _follow_copy(self, target: Tensor, source: Tensor) -> None:
-        """Move what gradients are copied to, which FSDP does where no rank scatters them."""
-        part = self._parts.get(source.untyped_storage()._cdata)
-        if part == GRADIENTS and self._phase != OPTIMIZER:
+        """Move what FSDP copies to, where there are no other ranks to gather from or scatter to."""
+        part = self._part_of(source)
+        if part == GRADIENTS:
             self._move(target.untyped_storage()._cdata, self._part_of_shards)
+        elif part in (PARAMETERS, GATHERED):
+            self._move(target.untyped_storage()._cdata, GATHERED)
 
     def _move(self, key: int, part: str) -> None:
         if self._parts[key] == ACTIVATIONS:
