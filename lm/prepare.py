@@ -1,24 +1,29 @@
 """Command: convert text, JSONL, CSV, Parquet, Arrow and HDF5 files to token files.
 
     python -m lm.prepare INPUT... --tokenizer T --out DIR
+    python -m lm.prepare --config FILE [KEY=VALUE...] --out DIR
     python -m lm.prepare --verify DIR
 
-An input is a file, a directory or a glob. DIR receives train.bin, train.ends and train.json, with
---validation-fraction also validation.bin and so on, and the tokenizer's files. Documents are read
-and tokens are written in the order of the input; threads encode parts of 128 KB, which takes about
-120 bytes of memory per byte. Text without spaces between words is encoded in one piece.
+With --config, the records of `train_data` are prepared as a run on `dataset: jsonl` reads them,
+chats and pairs, too; DIR is then its `train_data`. Else an input is a file, a directory or a glob.
+DIR receives train.bin, train.ends and train.json, of records train.mask, with --validation-fraction
+also validation.bin and so on, and the tokenizer's files. Documents are read and tokens are written
+in the order of the input; threads encode parts of 128 KB, which takes about 120 bytes of memory per
+byte. Text without spaces between words is encoded in one piece.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm.data import token_file
+from lm.data import run_data, token_file
 from lm.data.documents import FORMATS, bar_of_files, format_of
 from lm.data.encoder import encode_in_threads, split_document
 from lm.data.files import find_files, name_files
@@ -30,14 +35,17 @@ from lm.data.readers import (
     read_documents,
     read_ids,
 )
+from lm.data.records import write_records
 from lm.data.token_file import (
     OUTPUT_FILES,
     TRAIN,
+    VALIDATION,
     SourceRecord,
     TokenChunk,
     TokenFileWriter,
     read_index,
 )
+from lm.data.tokenized import RecordOptions, describe_records
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
@@ -49,10 +57,44 @@ from lm.storage.folder import drafted, writing
 from lm.units import format_bytes, format_count
 
 
-def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
+@dataclass(frozen=True)
+class _Records:
+    """The records of `train_data`, as a run reads them."""
+
+    files: Sequence[Path]
+    tokenizer: Tokenizer
+    options: RecordOptions
+
+
+def read_records_of_run(config: Path, overrides: Sequence[str]) -> _Records:
+    """Return what a run on `dataset: jsonl` tokenizes of its `train_data`."""
+    from lm.config.reading import load_hyperparameters  # imports PyTorch
+    from lm.hf.weights import model_defaults
+
+    defaults = functools.partial(model_defaults, needs_weights=False)
+    hp = load_hyperparameters(config, overrides, defaults)
+    if hp.data.dataset != "jsonl":
+        problem = f"{hp.data.dataset}: --config prepares records, with dataset: jsonl"
+        raise ConfigError(f"dataset: {problem}; for text pass INPUT and --tokenizer")
+    where = hp.data.train_data
+    assert not isinstance(where, dict)  # as only token files have weights
+    return _Records(
+        run_data.find_record_files(where, "train_data"),
+        run_data.load_record_tokenizer(hp.data, hp.model.vocab_size),
+        run_data.record_options(
+            hp.data, pairs=hp.objective.of_pairs, holds_out=hp.data.val_data is None
+        ),
+    )
+
+
+def write_dataset(
+    args: argparse.Namespace, files: Sequence[Path], records: _Records | None = None
+) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
     tokenizer = None
-    if args.tokenizer is not None:
+    if records is not None:
+        tokenizer = records.tokenizer
+    elif args.tokenizer is not None:
         tokenizer = load_tokenizer(args.tokenizer)
     index = args.out / f"{TRAIN}.json"
     _check_replaceable(args.out)
@@ -60,9 +102,12 @@ def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
         modified = [path.stat().st_mtime_ns for path in files]
         sources = [token_file.make_source_record(path) for path in files]
         if index.exists() and not args.overwrite:
-            return [_check_existing(args, index, sources, tokenizer)]
+            return [_check_existing(args, index, sources, tokenizer, records)]
         with drafted(args.out, if_exists="replace") as draft:
-            lines = _write_files(draft, args, files, sources, tokenizer)
+            if records is not None:
+                lines = _write_records(draft, args.out, sources, records)
+            else:
+                lines = _write_files(draft, args, files, sources, tokenizer)
             for path, before in zip(files, modified, strict=True):
                 if path.stat().st_mtime_ns != before:
                     raise RunError(f"{path}: changed while it was read; run the command again")
@@ -96,14 +141,21 @@ def _check_existing(
     path: Path,
     sources: Sequence[SourceRecord],
     tokenizer: Tokenizer | None,
+    records: _Records | None,
 ) -> str:
     """Return a line about the dataset with the index `path`, if it is that of this command."""
     try:
         index = read_index(path)
     except ConfigError as error:
         raise ConfigError(f"{error}; --overwrite replaces it") from None
-    found = {**index.options, "input": index.sources}
-    expected = {**_index_options(args), "input": list(sources)}
+    found: dict[str, Any] = {**index.options, "input": index.sources}
+    expected: dict[str, Any] = {"input": list(sources)}
+    if records is None:
+        expected |= _index_options(args)
+    else:
+        expected |= describe_records(records.tokenizer, records.options)
+        expected["val_data"] = records.options.holds_out
+        found["val_data"] = path.with_name(f"{VALIDATION}.json").exists()
     if tokenizer is not None:  # else it is trained on the input
         found |= {"tokenizer": index.tokenizer, "vocab_size": index.vocab_size}
         expected |= {"tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size}
@@ -113,6 +165,19 @@ def _check_existing(
         remedy = "choose another directory, or replace it with --overwrite"
         raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
     return f"{token_file.describe_split(path, index)}: already exists"
+
+
+def _write_records(
+    draft: Path, out: Path, sources: Sequence[SourceRecord], records: _Records
+) -> list[str]:
+    """Write all files of a dataset of records to `draft`. Return the lines to print."""
+    for name, content in records.tokenizer.files.items():
+        write_durably(draft / name, content)
+    indexes = write_records(draft, records.files, records.tokenizer, records.options, sources)
+    lines: list[str] = []
+    for split, index in zip(records.options.splits, indexes, strict=True):
+        lines.append(token_file.describe_split(out / f"{split}.json", index))
+    return lines
 
 
 def _write_files(
@@ -227,7 +292,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     description = "Convert text to token files."
     parser = argparse.ArgumentParser(prog="python -m lm.prepare", description=description)
     add = parser.add_argument
-    add("input", nargs="*", metavar="INPUT", help="a file, a directory or a glob")
+    add("input", nargs="*", metavar="INPUT", help="a file, a directory or a glob, or KEY=VALUE")
+    add(
+        "--config",
+        type=home_path,
+        metavar="FILE",
+        help="experiment file of a run on dataset: jsonl, whose train_data is prepared",
+    )
     add("--out", type=home_path, metavar="DIR", help="directory for the token files")
     add(
         "--tokenizer",
@@ -268,10 +339,25 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="only compare the dataset in DIR with its checksums",
     )
-    args = parser.parse_args(arguments)
-    if args.verify is None:
+    args = parser.parse_intermixed_args(arguments)
+    if args.config is not None:
+        _check_arguments_with_config(parser, args)
+    elif args.verify is None:
         _check_arguments(args)
     return args
+
+
+def _check_arguments_with_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    problems: list[str] = []
+    if not args.out:
+        problems.append("--out: missing; pass the directory to write to")
+    allowed = {"input", "config", "out", "overwrite"}
+    for name, value in vars(args).items():
+        if name not in allowed and value != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            problems.append(f"{option}: is not read with --config, whose keys say it; remove it")
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -352,9 +438,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if args.verify:
         lines = token_file.verify_dataset(args.verify)
+    elif args.config:
+        records = read_records_of_run(args.config, args.input)
+        lines = write_dataset(args, records.files, records)
     else:
-        files = find_inputs(args)
-        lines = write_dataset(args, files)
+        lines = write_dataset(args, find_inputs(args))
     print(*lines, sep="\n")
     return 0
 

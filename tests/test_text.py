@@ -188,7 +188,7 @@ def test_several_files_are_a_directory_or_a_glob(dataset: str, where: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ["own", "own/train.bin"])
-@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf"])
+@pytest.mark.parametrize("dataset", ["text", "hf"])
 @pytest.mark.parametrize("key", ["train_data", "val_data"])
 def test_token_files_are_not_read_as_text(
     key: str, dataset: str, name: str, tmp_path: Path

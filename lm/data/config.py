@@ -38,7 +38,8 @@ class DataConfig(Config, frozen=True):
     train_data: OfFiles[Fixed[str | dict[str, Annotated[float, Field(gt=0)]] | None]] = Field(
         None,
         description="a file, directory or glob; text: null = the Python standard library's source;"
-        " tokens: a directory, or several with weights; hf: also a dataset on the hub",
+        " tokens: a directory, or several with weights; jsonl: also a directory of `python -m"
+        " lm.prepare --config`; hf: also a dataset on the hub",
         json_schema_extra={
             "aliases": [
                 "data_dir",

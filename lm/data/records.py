@@ -24,8 +24,8 @@ from lm.data.json_lines import RawLine, parse_line, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.token_file import TokenChunk, TokenFileWriter
-from lm.data.tokenized import RecordOptions
+from lm.data.token_file import SourceRecord, TokenChunk, TokenFileWriter, TokenIndex
+from lm.data.tokenized import RecordOptions, describe_records
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
 from lm.launch.launch import is_rank0
@@ -35,9 +35,13 @@ _PIECE_BYTES = 1 << 17
 
 
 def write_records(
-    directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
-) -> None:
-    """Write the token files of JSON Lines to `directory`.
+    directory: Path,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    options: RecordOptions,
+    sources: Sequence[SourceRecord] = (),
+) -> list[TokenIndex]:
+    """Write the token files of JSON Lines to `directory`. Return their indexes.
 
     Raises:
         ConfigError: invalid lines (the first of each file), or none.
@@ -58,8 +62,8 @@ def write_records(
         if writers[0].n_documents == 0:
             problem = "its only sample is held out, as every 20th is, from the first on"
             raise ConfigError(f"{name_files(files)}: {problem}; add lines, or set val_data")
-        for writer in writers:
-            writer.finish(tokenizer.identity)
+        described = describe_records(tokenizer, options)
+        return [writer.finish(tokenizer.identity, sources, described) for writer in writers]
 
 
 @dataclass(frozen=True)

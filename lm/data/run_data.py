@@ -16,7 +16,13 @@ from lm.data.documents import format_of
 from lm.data.packing import PackedDataset
 from lm.data.sampler import SampledSource
 from lm.data.token_file import TRAIN, VALIDATION, TokenFile, describe_unread_ends, read_index
-from lm.data.tokenized import RecordOptions, hash_tokens, tokenize_records, tokenize_text
+from lm.data.tokenized import (
+    RecordOptions,
+    describe_records,
+    hash_tokens,
+    tokenize_records,
+    tokenize_text,
+)
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
@@ -150,18 +156,15 @@ def open_data(
 
 @oserror_as_config_error
 def _check_no_token_files(config: DataConfig) -> None:
-    """Raise ConfigError if data that are read as text or records are token files."""
-    if config.dataset not in ("text", "jsonl", "hf"):
+    """Raise ConfigError if data that are read as text are token files."""
+    if config.dataset not in ("text", "hf"):
         return
     named: list[tuple[str, object]] = [("train_data", config.train_data)]
     named += [(set_key(name), where) for name, where in config.named_val_data.items()]
     for key, where in named:
         if not isinstance(where, str):
             continue
-        path = home_path(where)
-        if path.is_dir():
-            path = path / f"{TRAIN}.bin"
-        if path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists():
+        if _names_token_files(where):
             problem = f"{key}: {where} has token files of python -m lm.prepare"
             raise ConfigError(f"{problem}; set dataset: tokens")
 
@@ -241,7 +244,10 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
             f"{n_held_out:,} of the {n_all:,} sequences of train_data {verb} held out for"
             " validation, as val_data is not set"
         )
-    if config.dataset != "tokens" and config.train_data in config.named_val_data.values():
+    named = config.named_val_data.values()
+    trained_on = opened.train[0].fingerprint()
+    is_validated = any(each.dataset.fingerprint() == trained_on for each in opened.validation)
+    if config.dataset != "tokens" and config.train_data in named and is_validated:
         notes.append(f"val_data: {config.train_data} is what the model is trained on")
     if config.tokenizer is not None and opened.tokenizer is None:
         problem = "not used, as the token files name no tokenizer"
@@ -360,12 +366,11 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
     def open_file(path: Path) -> TokenFile:
         return TokenFile(path, vocab_size, with_ends=not config.attend_across_documents)
 
-    def cut(key: str, file: TokenFile) -> Dataset:
+    def cut(key: str, file: TokenFile) -> WindowDataset:
         if file.has_mask:
-            with error_prefix(key):
-                dataset = PackedDataset(file, seq_len, str(file.path), packing=config.packing)
-        else:
-            dataset = cut_file(file, seq_len, file.fingerprint())
+            problem = f"{key}: {file.path} has records, of which a mask says what is learned"
+            raise ConfigError(f"{problem}; set dataset: jsonl")
+        dataset = cut_file(file, seq_len, file.fingerprint())
         if len(dataset) == 0:
             raise _too_few(config, f"{key}: {file.path}", 0, seq_len, 1)
         if file.index.tokenizer != first.index.tokenizer:
@@ -438,39 +443,60 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokeniz
     return tokenizer
 
 
-def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) -> _OpenedDatasets:
+def load_record_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
+    """Load the tokenizer of records, with the chat template that `config` names."""
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.limit_ids(vocab_size)
     if config.chat_template_kwargs:
         tokenizer.all_templates.check_variables(config.chat_template_kwargs)
         tokenizer.template_kwargs = config.chat_template_kwargs
-    where = config.train_data
+    return tokenizer
+
+
+def record_options(config: DataConfig, *, pairs: bool, holds_out: bool) -> RecordOptions:
+    """Return what the tokens of records depend on besides the tokenizer."""
+    return RecordOptions(config.fields, config.loss_on == "completion", pairs, holds_out)
+
+
+def find_record_files(where: str | None, key: str) -> list[Path]:
+    """Return the files of JSON Lines that `where`, the value of the hyperparameter `key`, names."""
     if where is None:
         advice = "set it to a file, a directory or a glob"
-        raise ConfigError(f"train_data: dataset: jsonl requires it; {advice}")
-    assert isinstance(where, str)  # as only token files have weights
+        raise ConfigError(f"{key}: dataset: jsonl requires it; {advice}")
     if _HUB_DATASET.fullmatch(where) and not Path(where).parent.is_dir():
-        problem = f"train_data: {where} is no file, and dataset: jsonl does not read the Hub"
+        problem = f"{key}: {where} is no file, and dataset: jsonl does not read the Hub"
         code = f"datasets.load_dataset({where!r}, split='train').to_json('chat.jsonl')"
         raise ConfigError(f"{problem}; write its records to a file, in Python: {code}")
+    found = files.find_files(where, key)
+    saved = files.find_saved_dataset(found)
+    if saved is not None:
+        code = f"datasets.load_from_disk({str(saved)!r}).to_json('chat.jsonl')"
+        problem = f"{key}: {where}: a directory of save_to_disk has Arrow tables"
+        raise ConfigError(f"{problem}; write their records to a file, in Python: {code}")
+    return found
 
-    def read(where: str, key: str, *, holds_out: bool) -> list[PackedDataset]:
-        found = files.find_files(where, key)
-        saved = files.find_saved_dataset(found)
-        if saved is not None:
-            code = f"datasets.load_from_disk({str(saved)!r}).to_json('chat.jsonl')"
-            problem = f"{key}: {where}: a directory of save_to_disk has Arrow tables"
-            raise ConfigError(f"{problem}; write their records to a file, in Python: {code}")
-        completion_only = config.loss_on == "completion"
-        options = RecordOptions(config.fields, completion_only, pairs, holds_out)
-        with error_prefix(key):
-            token_files = tokenize_records(found, tokenizer, options)
+
+def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) -> _OpenedDatasets:
+    tokenizer = load_record_tokenizer(config, vocab_size)
+
+    def read(where: str | None, key: str, *, holds_out: bool) -> list[PackedDataset]:
+        options = record_options(config, pairs=pairs, holds_out=holds_out)
+        if where is not None and _names_token_files(where):
+            name = where
+            token_files = _open_prepared(where, key, tokenizer, options)
+        else:
+            found = find_record_files(where, key)
             name = files.name_files(found)
+            with error_prefix(key):
+                token_files = tokenize_records(found, tokenizer, options)
+        with error_prefix(key):
             return [
                 PackedDataset(tokens, seq_len, name, packing=config.packing)
                 for tokens in token_files
             ]
 
+    where = config.train_data
+    assert not isinstance(where, dict)  # as only token files have weights
     if config.val_data is None:
         train, held_out = read(where, "train_data", holds_out=True)
         return _OpenedDatasets([train], [ValidationSet(None, held_out)], tokenizer)
@@ -480,6 +506,48 @@ def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) 
         validation.append(ValidationSet(name, dataset))
     train = read(where, "train_data", holds_out=False)
     return _OpenedDatasets(train, validation, tokenizer)
+
+
+def _names_token_files(where: str | None) -> bool:
+    """Return whether `where` is a directory of token files, or one of them."""
+    if where is None:
+        return False
+    path = home_path(where)
+    if path.is_dir():
+        path = path / f"{TRAIN}.bin"
+    return path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists()
+
+
+def _open_prepared(
+    where: str, key: str, tokenizer: Tokenizer, options: RecordOptions
+) -> list[TokenFile]:
+    """Open token files of records, made as the run would make them.
+
+    Raises:
+        ConfigError: they are damaged, or were made otherwise.
+    """
+    paths = [_index_path(where, key, TRAIN if key == "train_data" else VALIDATION)]
+    if options.holds_out:
+        paths.append(paths[0].with_name(f"{VALIDATION}.json"))
+    expected = {"tokenizer": tokenizer.identity, **describe_records(tokenizer, options)}
+    opened: list[TokenFile] = []
+    for path in paths:
+        if opened and not path.exists():
+            problem = f"val_data: {path.parent} has no validation part"
+            raise ConfigError(f"{problem}; set val_data, or prepare it again with val_data=null")
+        with error_prefix(key):
+            tokens = TokenFile(path)
+        if not tokens.has_mask:
+            problem = f"{key}: {where} has token files of text"
+            raise ConfigError(f"{problem}; set dataset: tokens")
+        found = {"tokenizer": tokens.index.tokenizer, **tokens.index.options}
+        for name, value in expected.items():
+            if found.get(name) != value:
+                problem = f"{name}: {where} was prepared with {found.get(name)}, not {value}"
+                remedy = "set it so, or prepare it again with python -m lm.prepare --config"
+                raise ConfigError(f"{problem}; {remedy}")
+        opened.append(tokens)
+    return opened
 
 
 def _open_stream(

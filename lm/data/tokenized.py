@@ -6,6 +6,7 @@ process that makes them only.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -129,6 +130,20 @@ def find_template_text(tokenizer: Tokenizer) -> str | None:
         return tokenizer.all_templates.text
     except ConfigError:
         return None
+
+
+def describe_records(tokenizer: Tokenizer, options: RecordOptions) -> dict[str, str | None]:
+    """Return what the index of token files says of how records were read, by hyperparameter."""
+    template = find_template_text(tokenizer)
+    described: dict[str, str | None] = dict.fromkeys(("fields", "chat_template"))
+    if options.fields is not None:
+        described["fields"] = json.dumps(dict(options.fields))
+    if template is not None:
+        described["chat_template"] = f"sha256 {sha256(template.encode()).hexdigest()}"
+    described["chat_template_kwargs"] = json.dumps(tokenizer.template_kwargs)
+    described["loss_on"] = "completion" if options.completion_only else "all"
+    described["objective"] = "dpo" if options.pairs else "next-token"
+    return described
 
 
 def hash_tokens(text: TokenFile, start: int, stop: int) -> str:
