@@ -441,7 +441,7 @@ def build_network(
         on_meta: have its parameters on the meta device. Its buffers have values in any case, e.g.
             rotary frequencies, as its class computes them.
     """
-    place = _parameters_on_meta() if on_meta else nullcontext()
+    place = parameters_on_meta() if on_meta else nullcontext()
     auto = _import_transformers().AutoModelForCausalLM
     options: dict[str, Any] = {"dtype": torch.float32}
     if attention == "documents":
@@ -474,7 +474,7 @@ def _calls_packages(function: Any) -> bool:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Move each parameter to the meta device when its module gets it."""
     register = nn.Module.register_parameter
 

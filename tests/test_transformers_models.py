@@ -936,6 +936,36 @@ def test_models_that_cannot_be_trained_exactly_are_refused_before_weights_are_re
     assert all(line.startswith(str(tmp_path / "config.json")) for line in error.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text_kind", "changes"),
+    [
+        ("aya_vision", "cohere2", {}),
+        ("cohere2_vision", "cohere2", {}),
+        ("llava_next", "granite", {"logits_scaling": 8.0}),
+        ("llava_next", "granite", {"logits_scaling": 1.0}),
+        ("paligemma", "gemma2", {"final_logit_softcapping": 0.5}),
+        ("llava", "cohere", {"logit_scale": 0.5}),
+        ("idefics3", "llama", {}),
+        *((kind, text_kind, {}) for kind, text_kind in WRAPPERS.items()),
+    ],
+)
+def test_a_whole_model_with_other_logits_than_its_language_model_is_refused(
+    kind: str, text_kind: str, changes: dict[str, Any]
+) -> None:
+    text = complete_values(text_kind) | changes
+    config_class: Any = transformers.CONFIG_MAPPING[kind]
+    raw = json.loads(config_class(text_config=text, vision_config=VISION).to_json_string())
+    scales = (text.get("logit_scale", 1.0), text.get("logits_scaling", 1.0))
+    finding = examine.examine_whole(raw)
+    assert finding.holds is (scales == (1.0, 1.0)), finding
+
+
+def test_a_refused_whole_model_is_named_with_its_language_model() -> None:
+    raw = json.loads(transformers.Cohere2VisionConfig().to_json_string(use_diff=False))
+    with pytest.raises(ConfigError, match=r"model_type: cohere2_vision .* cohere2 \(logits differ"):
+        examined_config(raw)
+
+
 def test_layers_that_are_left_out_at_random_are_refused(tmp_path: Path) -> None:
     save_model("opt", tmp_path, {"layerdrop": 0.5})
     with pytest.raises(ConfigError, match=r"init_from: layerdrop 0\.5 in its config\.json"):

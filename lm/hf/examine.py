@@ -49,6 +49,7 @@ from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
 from lm.errors import ConfigError
+from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.small_config import (
     VOCABULARY,
     KeyPath,
@@ -59,7 +60,7 @@ from lm.hf.small_config import (
 )
 from lm.launch.console import warn
 from lm.program import describe_packages, describe_program
-from lm.storage.cache import cached
+from lm.storage.cache import cached, remembered
 from lm.training import lora, nf4, parallelize
 from lm.training.lora import LoraConfig
 from lm.training.roles import is_selector
@@ -74,16 +75,19 @@ from lm.transformers_model import (
     TransformersModel,
     build_network,
     convert_weights,
+    language_model_of,
     measure_sizes,
     one_line,
+    parameters_on_meta,
     quiet,
     read_config,
+    text_config,
     without_numbers,
 )
 from model import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-4
 """of the largest value: what float32 sums in another order stay below"""
@@ -242,6 +246,63 @@ def examine(values: Mapping[str, Any]) -> Examination:
         problems.append(answers)
     problem = f"no small model of it computes: {problems[0]}"
     raise ConfigError(f"{model_type}: cannot be examined, {problem}")
+
+
+def examine_whole(raw: Mapping[str, Any]) -> Finding:
+    """Return whether a model gives the logits of its language model, which is what is trained.
+
+    A model of several parts, e.g. with vision, computes its logits itself: of the same hidden
+    states, but maybe without what its language model multiplies them by, such as a `logit_scale`.
+    It is asked with tokens alone, and needs the weights of its language model alone.
+
+    Args:
+        raw: the content of a config.json.
+    """
+    config = read_config(raw)
+    if language_model_of(config).model_type == config.model_type:
+        return Finding(holds=True)
+    facts = {"program": describe_program(__name__, [*_PACKAGES, *_KERNELS]), "whole": raw}
+    answer = remembered(facts, lambda: _compare_whole(raw).model_dump_json())
+    return Finding.model_validate_json(answer)
+
+
+def _compare_whole(raw: Mapping[str, Any]) -> Finding:
+    values = text_config(raw)
+    problem = ""
+    for small_config in small_configs(values, _derived_sizes(values)):
+        small = _build_small(small_config)
+        if not isinstance(small, str):
+            return _attempt(partial(_compare_logits_of_whole, raw, small))
+        problem = problem or small
+    return Finding(holds=False, detail=problem)
+
+
+@torch.no_grad()
+def _compare_logits_of_whole(raw: Mapping[str, Any], small: _Small) -> Finding:
+    """Compare the logits of a small language model with those of a whole model that has it."""
+    config = read_config(raw)
+    _replace_part(config, config.get_text_config(decoder=True), read_config(small.config))
+    with parameters_on_meta(), torch.device("cpu"), quiet():
+        whole = build_saved_model(config, small.network)
+    weights = small.network.state_dict()
+    its_weights: dict[str, Tensor] = {}
+    for name, parameter in whole.named_parameters():  # of which most have no memory, if not read
+        its_weights[name] = torch.empty_like(parameter, device="cpu")
+    for name, its_name in find_names(whole, small.network).items():
+        its_weights[name] = weights[its_name]
+    whole.load_state_dict(its_weights, strict=False, assign=True)
+    tokens = _tokens(_DOCUMENTS[0])
+    return _compare(_logits(whole.eval(), tokens), _logits(small.network.eval(), tokens), "logits")
+
+
+def _replace_part(config: PreTrainedConfig, part: Any, other: PreTrainedConfig) -> None:
+    """Replace a part of a config, which may be in another part."""
+    for name in config.sub_configs:
+        found = getattr(config, name, None)
+        if found is part:
+            setattr(config, name, other)
+        elif found is not None:
+            _replace_part(found, part, other)
 
 
 _RESULT = "examination.json"

@@ -41,7 +41,7 @@ from lm.errors import (
 )
 from lm.hf import config_json, families
 from lm.hf.class_weights import ClassWeights, open_weights
-from lm.hf.examine import examine
+from lm.hf.examine import examine, examine_whole
 from lm.hf.families import Family
 from lm.hf.files import (
     READ_DTYPES,
@@ -235,8 +235,9 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
     """Return the model of transformers that the content of a config.json describes, examined.
 
     Raises:
-        ConfigError: transformers does not have it, or its class cannot be trained exactly; or its
-            weights are quantized in a way that is not read.
+        ConfigError: transformers does not have it, or its class cannot be trained exactly, or
+            computes other logits than the language model in it; or its weights are quantized in a
+            way that is not read.
     """
     quantization_of(raw)
     values = text_config(raw)
@@ -251,6 +252,13 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
     refusals = examination.refusals()
     if refusals:
         raise ConfigError(*refusals)
+    whole = examine_whole(raw)
+    if not whole.holds:
+        problem = f"does not compute the logits of its language model, {values['model_type']}"
+        raise ConfigError(
+            f"model_type: {raw['model_type']} {problem} ({whole.detail}): exported, it would not "
+            "compute what was trained; start from a directory of the language model alone"
+        )
     examined = examination.examined(values)
     if examined.longest_row is not None:
         length = min(length, examined.longest_row.n_tokens)
