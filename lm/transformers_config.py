@@ -51,7 +51,7 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     nf4: bool = False
     """Layers of quantized weights compute what these, dequantized, do."""
     experts: bool = False
-    """Experts computed by this package, in NF4 too, compute what those of the class do."""
+    """Experts with adapters, in NF4 too, compute what those of the class with merged ones do."""
     compilation: bool = False
     """Layers can be compiled, each as one graph."""
     longest_row: LongestRow | None = None
@@ -63,6 +63,12 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """of PyTorch and transformers"""
     details: dict[str, str] = {}
     """what was found of each property that does not hold"""
+
+
+class ExpertMatrices(LinearLayers, frozen=True):
+    """Tensors of the blocks with a matrix of each expert, which have one name and one shape."""
+
+    n_experts: int = Field(gt=0)
 
 
 _RANDOM = ("drop", "jitter")
@@ -102,6 +108,9 @@ class TransformersConfig(Config, frozen=True):
     max_seq_len: Fixed[int] = Field(gt=0, le=2**24)
     n_parameters: Fixed[int] = Field(gt=0)
     linear_layers: Fixed[list[LinearLayers]] = Field(description="of the blocks")
+    experts: Logged[list[ExpertMatrices]] = Field(
+        [], description="of the blocks, of which adapters can be trained"
+    )
 
     n_experts: ClassVar[None] = None
     """A class routes tokens to its experts itself; this project's mixtures are `ModelConfig`s."""

@@ -38,6 +38,7 @@ from lm.model_config import MAX_LAYERS, MAX_SIZE, LinearLayers
 from lm.transformers_config import (
     AnyModelConfig,
     Attention,
+    ExpertMatrices,
     TransformersConfig,
     set_random_rates,
 )
@@ -615,6 +616,7 @@ class Sizes(NamedTuple):
 
     n_parameters: int
     linear_layers: list[LinearLayers]
+    experts: list[ExpertMatrices]
 
 
 def measure_sizes(network: PreTrainedModel) -> Sizes:
@@ -626,7 +628,21 @@ def measure_sizes(network: PreTrainedModel) -> Sizes:
         LinearLayers(kind=kind, out=out, inner=inner, count=count)
         for (kind, out, inner), count in counts.items()
     ]
-    return Sizes(sum(p.numel() for p in network.parameters()), layers)
+    return Sizes(sum(p.numel() for p in network.parameters()), layers, _count_experts(network))
+
+
+def _count_experts(network: PreTrainedModel) -> list[ExpertMatrices]:
+    counts: Counter[tuple[str, ExpertMatrix]] = Counter()
+    for block in find_blocks(network):
+        for path, module in block.named_modules():
+            for matrix in find_expert_matrices(module):
+                counts[f"{path.rpartition('.')[2]}.{matrix.name}", matrix] += 1
+    return [
+        ExpertMatrices(
+            kind=kind, out=matrix.out, inner=matrix.inner, n_experts=matrix.n_experts, count=count
+        )
+        for (kind, matrix), count in counts.items()
+    ]
 
 
 def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -644,18 +660,33 @@ def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def names_of_matrices(module: nn.Module) -> list[str]:
-    """Return the names in `module` of the tensors that hold a matrix of each expert, in order.
+class ExpertMatrix(NamedTuple):
+    """A tensor with a matrix of each expert."""
+
+    name: str
+    """in its module"""
+    n_experts: int
+    out: int
+    inner: int
+
+
+def find_expert_matrices(module: nn.Module) -> list[ExpertMatrix]:
+    """Return the tensors in `module` with a matrix of each expert, in order.
 
     Of a module that transformers does not call through its interface of experts, these are none.
     """
     if not all(hasattr(module, name) for name in _OF_INTERFACE):
         return []
-    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     parameters = dict(module.named_parameters(recurse=False))
-    if any(name not in parameters or parameters[name].dim() != 3 for name in names):
-        return []
-    return names
+    found: list[ExpertMatrix] = []
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        if name not in parameters or parameters[name].dim() != 3:
+            return []
+        n_experts, out, inner = parameters[name].shape
+        if module.is_transposed:
+            out, inner = inner, out
+        found.append(ExpertMatrix(name, n_experts, out, inner))
+    return found
 
 
 _OF_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "config")

@@ -1,22 +1,28 @@
-"""Experts of classes of transformers in NF4 train as the dequantized ones of the class do."""
+"""Experts of classes of transformers, in NF4 and with adapters, train as those of PEFT do."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lm.config.hyperparameters import Hyperparameters
+from lm.errors import ConfigError
+from lm.hf import export
 from lm.training import lora, nf4, parallelize
+from lm.transformers_config import TransformersConfig
 from lm.transformers_model import NETWORK, new_model
-from tests.support.hf import read_with_model_defaults, save_model, train_reference
+from tests.support.hf import complete_values, read_with_model_defaults, save_model, train_reference
 from tests.support.parallelism import train_each
 from tests.support.ranks import run_ranks
+from tests.support.runs import checkpoints_by_step, read_exact_metrics
 
 pytestmark = [
     pytest.mark.usefixtures("shared_cache"),
@@ -86,21 +92,25 @@ def test_products_are_those_of_dequantized_matrices(
 # ---- runs
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-KINDS: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"num_local_experts": 3, "intermediate_size": 128},
-    "granitemoe": {"num_local_experts": 3, "intermediate_size": 128},
-    "mixtral": {"num_local_experts": 3, "intermediate_size": 128},
-    "nemotron_h": {"n_routed_experts": 4, "moe_intermediate_size": 128},
-    "olmoe": {"num_experts": 3},
-    "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 128},
-    "qwen3_5_moe_text": {"num_experts": 3, "moe_intermediate_size": 128},
-}
-"""Sizes of small models: fewer experts than ranks, and but for OLMoE's second product all matrices
-of complete blocks. gpt-oss has matrices from inputs to outputs, and biases, Nemotron-H no gate."""
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+KINDS = (
+    "deepseek_v3",
+    "gpt_oss",
+    "granitemoe",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "qwen3_moe",
+    "qwen3_5_moe_text",
+)
+"""gpt-oss has matrices from inputs to outputs, and biases, Nemotron-H no gate."""
+NUMBERS = {"num_experts": 3, "num_local_experts": 3}
+"""of experts, fewer than ranks; DeepSeek V3 and Nemotron-H have four"""
+WIDTHS = {"intermediate_size": 128, "moe_intermediate_size": 128}
+"""of which all matrices are complete blocks; OLMoE keeps another one, of which some are not"""
 TRAINING: dict[str, Any] = {
     "dataset": "synthetic",
     "lora_rank": 3,
-    "lora_targets": ATTENTION,
     "base_dtype": "nf4",
     "max_steps": 6,
     "report_rate": 1,
@@ -116,43 +126,75 @@ TRAINING: dict[str, Any] = {
     "seed": 7,
 }
 STRATEGIES: dict[int, dict[str, Any]] = {
-    1: {"batch_size": 4},
+    1: {"batch_size": 4, "base_dtype": None},
     2: {"batch_size": 1, "activation_checkpointing": "full"},
     4: {"batch_size": 1, "sharding": "grad-shard", "activation_checkpointing": "selective"},
 }
 """by ranks"""
 
 
+def targets_in(kind: str) -> list[str]:
+    if kind == "nemotron_h":
+        return [*ATTENTION, "experts.up_proj", "experts.down_proj"]
+    if kind == "deepseek_v3":
+        return ["q_b_proj", "o_proj", *EXPERTS]
+    return [*ATTENTION, *EXPERTS]
+
+
+def settings(kind: str, models: dict[str, Path], **changes: Any) -> dict[str, Any]:
+    return TRAINING | {"init_from": str(models[kind]), "lora_targets": targets_in(kind)} | changes
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    for kind, sizes in KINDS.items():
-        save_model(kind, folder / kind, sizes)
+    for kind in KINDS:
+        values = complete_values(kind)
+        sizes = NUMBERS if kind == "olmoe" else NUMBERS | WIDTHS
+        save_model(kind, folder / kind, {key: sizes[key] for key in sizes if key in values})
     return {path.name: path for path in folder.iterdir()}
 
 
+class Trained(NamedTuple):
+    """Runs of all kinds on some ranks."""
+
+    folder: Path
+    losses: dict[str, list[float]]
+
+
 @pytest.fixture(scope="module")
-def losses(
+def trained(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, dict[str, list[float]]]:
-    """By ranks, and by kind of model."""
-    found: dict[int, dict[str, list[float]]] = {}
+) -> dict[int, Trained]:
+    """By ranks; one of two stops half-way, and resumes."""
+    found: dict[int, Trained] = {}
     for ranks, options in STRATEGIES.items():
-        runs = {kind: TRAINING | {"init_from": str(models[kind])} | options for kind in KINDS}
         folder = tmp_path_factory.mktemp("trained")
-        found[ranks] = run_ranks(ranks, train_each, str(folder), runs, {})[0]
+        runs = {kind: settings(kind, models, **options) for kind in KINDS}
+        if ranks == 2:
+            stopped = runs["gpt_oss"] | {"stop_at_step": 3}
+            run_ranks(ranks, train_each, str(folder), {"resumed": stopped}, {})
+            runs["resumed"] = runs["gpt_oss"]
+        found[ranks] = Trained(folder, run_ranks(ranks, train_each, str(folder), runs, {})[0])
     return found
 
 
 def build_adapted(hp: Hyperparameters) -> Any:
     """The model of a run, on the meta device."""
+    assert isinstance(hp.model, TransformersConfig)
+    n_experts = 4 if hp.model.model_type in ("deepseek_v3", "nemotron_h") else 3
+    assert {matrices.n_experts for matrices in hp.model.experts} == {n_experts}
     with torch.device("meta"):
         return lora.add_adapters(new_model(hp.model), hp.lora, None)
 
 
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def load_dequantized(folder: Path, hp: Hyperparameters) -> Any:
     """The model of the class whose values are those that a run has in NF4."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load(folder)
     packed = dict(build_adapted(hp).network.named_parameters())
     n_experts = 0
     with torch.no_grad():
@@ -161,35 +203,138 @@ def load_dequantized(folder: Path, hp: Hyperparameters) -> Any:
                 rows = nf4.quantize(parameter).flatten(0, -2)
                 parameter.copy_(nf4.dequantize(rows, torch.float32).view_as(parameter))
                 n_experts += parameter.dim() == 3
-    assert n_experts
+    assert (n_experts > 0) is (hp.lora.base_dtype == "nf4")
     return model
 
 
-def train_with_peft(folder: Path, hp: Hyperparameters) -> list[float]:
-    """The losses of PEFT's adapters on dequantized matrices, from our initial values."""
+def in_peft(name: str, tensor: Tensor, targets: list[str]) -> tuple[str, Tensor]:
+    """The name and the layout of an adapter in a model of PEFT."""
+    name = name.replace(NETWORK, "base_model.model")
+    if tensor.dim() == 2:
+        return name.replace(".weight", ".default.weight"), tensor
+    module, part, matrix = name.rsplit(".", 2)
+    if matrix != targets[-1].rpartition(".")[2]:
+        module += ".base_layer"
+    if part == "lora_A":
+        tensor = torch.cat(list(tensor))
+    else:  # the column of expert e and rank r is r E + e
+        columns = [of_expert[:, rank] for rank in range(3) for of_expert in tensor]
+        tensor = torch.stack(columns, dim=1)
+    return f"{module}.{part}.default.weight", tensor
+
+
+class Reference(NamedTuple):
+    """What PEFT trains from our initial values, in a plain loop."""
+
+    losses: list[float]
+    adapters: dict[str, Tensor]
+    """as PEFT saves them"""
+
+
+def train_with_peft(folder: Path, hp: Hyperparameters) -> Reference:
     import peft  # imports torchao, which takes seconds: not in all ranks
 
     adapted = build_adapted(hp).to_empty(device="cpu")
     parallelize.initialize_parameters(adapted, 7)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=3, lora_alpha=16, target_modules=hp.lora.lora_targets
-    )
+    targets = hp.lora.lora_targets
+    assert isinstance(targets, list)
+    of_layers = [target for target in targets if "." not in target]
+    of_experts = [target for target in targets if "." in target]
+    options: dict[str, Any] = {"target_modules": of_layers, "target_parameters": of_experts}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=16, **options)
     model = peft.get_peft_model(load_dequantized(folder, hp), config).train()
     parameters = dict(model.named_parameters())
-    for name, tensor in lora.trained_parameters(adapted).items():
-        theirs = name.replace(NETWORK, "base_model.model").replace(".weight", ".default.weight")
-        parameters[theirs].data.copy_(tensor)
+    initial = lora.trained_parameters(adapted)
+    for name, tensor in initial.items():
+        theirs, values = in_peft(name, tensor, targets)
+        parameters[theirs].data.copy_(values)
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    assert len(trained) == len(initial)
+    assert sum(parameter.numel() for parameter in trained) == hp.n_trained_parameters
     optimizer = torch.optim.AdamW(trained, lr=hp.optim.lr, weight_decay=hp.optim.weight_decay)
-    return train_reference(model, optimizer, hp, 7)
+    losses = train_reference(model, optimizer, hp, 7)
+    return Reference(losses, peft.get_peft_model_state_dict(model))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_runs_on_experts_in_nf4_train_as_peft_on_dequantized_ones(
-    kind: str, models: dict[str, Path], losses: dict[int, dict[str, list[float]]]
+def test_experts_train_as_in_peft_and_are_exported_for_it(
+    kind: str, models: dict[str, Path], trained: dict[int, Trained], tmp_path: Path
 ) -> None:
-    hp = read_with_model_defaults(TRAINING | {"init_from": str(models[kind])})
-    expected = train_with_peft(models[kind], hp)
-    for ranks in STRATEGIES:
-        assert losses[ranks][kind] == pytest.approx(expected, rel=1e-6), ranks
+    import peft
+
+    expected: dict[str | None, Reference] = {}
+    for base_dtype in (None, "nf4"):
+        hp = read_with_model_defaults(settings(kind, models, base_dtype=base_dtype))
+        expected[base_dtype] = train_with_peft(models[kind], hp)
+    for ranks, options in STRATEGIES.items():
+        reference = expected[options.get("base_dtype", "nf4")]
+        assert trained[ranks].losses[kind] == pytest.approx(reference.losses, rel=1e-6), ranks
+    assert expected[None].losses != pytest.approx(expected["nf4"].losses, rel=1e-6)
+
+    (checkpoint,) = checkpoints_by_step(trained[2].folder, kind).values()
+    export.export_model(checkpoint, tmp_path / "adapter", adapters_only=True)
+    export.export_model(checkpoint, tmp_path / "merged")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert stored.keys() == expected["nf4"].adapters.keys()
+    for name, tensor in expected["nf4"].adapters.items():
+        # AdamW divides a gradient by its own size: where it is rounding only, values differ more.
+        torch.testing.assert_close(stored[name], tensor, atol=1e-4, rtol=0)
+    loaded = peft.PeftModel.from_pretrained(load(models[kind]), str(tmp_path / "adapter"))
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        logits = loaded(tokens).logits
+        merged = load(tmp_path / "merged")(tokens).logits
+        torch.testing.assert_close(logits, merged, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(load(models[kind])(tokens).logits, merged, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_runs_with_adapters_on_experts_resume_exactly(trained: dict[int, Trained]) -> None:
+    folder = trained[2].folder
+    assert len(trained[2].losses["resumed"]) == 6
+    assert read_exact_metrics(folder, name="resumed") == read_exact_metrics(folder, name="gpt_oss")
+
+
+# ---- what has adapters
+
+
+def test_default_adapts_no_experts_and_says_so(models: dict[str, Path]) -> None:
+    hp = read_with_model_defaults(settings("qwen3_moe", models, lora_targets=None))
+    model = build_adapted(hp)
+    assert not [name for name in lora.trained_parameters(model) if "experts" in name]
+    (note,) = lora.notes(hp.lora, model)
+    assert re.search(r"leave out, of .*experts\.gate_up_proj \(", note)
+
+
+def test_all_targets_are_those_as_wide_as_the_rank(models: dict[str, Path]) -> None:
+    hp = read_with_model_defaults(settings("qwen3_moe", models, lora_targets="all"))
+    model = build_adapted(hp)
+    trained = lora.trained_parameters(model)
+    assert trained["network.model.layers.0.mlp.experts.lora_A.down_proj"].shape == (3, 3, 128)
+    assert trained["network.model.layers.0.mlp.experts.lora_B.down_proj"].shape == (3, 64, 3)
+    assert sum(tensor.numel() for tensor in trained.values()) == hp.n_trained_parameters
+    assert lora.notes(hp.lora, model) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 65}, r"lora_rank: 65 exceeds .* experts\.gate_up_proj \(256 x 64\)"),
+        ({"lora_targets": ["experts.w1"]}, r"no layer experts\.w1 .*experts\.down_proj"),
+        ({"lora_dropout": 0.1}, r"lora_dropout: 0\.1 .* experts\.gate_up_proj, as in PEFT; use 0"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_experts_is_refused(
+    changes: dict[str, Any], message: str, models: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_with_model_defaults(settings("qwen3_moe", models, lora_targets=EXPERTS) | changes)
+
+
+def test_experts_of_another_form_are_refused_by_name(tmp_path: Path) -> None:
+    save_model("jetmoe", tmp_path)
+    run = TRAINING | {"init_from": str(tmp_path), "lora_targets": ["experts.down_proj"]}
+    with pytest.raises(ConfigError, match=r"experts\.down_proj that can be adapted; choose from"):
+        read_with_model_defaults(run)

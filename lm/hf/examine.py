@@ -893,16 +893,17 @@ class _Exam:
         bases = adapted.state_dict()
         merged = self.build()
         generator = torch.Generator().manual_seed(_SEED)
-        adapters = lora.trained_parameters(adapted)
+        adapters = lora.Adapters(config, adapted.config)
         if not adapters:
             return Finding(holds=False, detail="its layers have no linear layers")
         with torch.no_grad():
-            for adapter in adapters.values():
-                adapter.copy_(0.1 * torch.randn(adapter.shape, generator=generator))
+            for name, adapter in lora.trained_parameters(adapted).items():
+                adapters[name] = 0.1 * torch.randn(adapter.shape, generator=generator)
+                adapter.copy_(adapters[name])
             for name, weight in merged.named_parameters():
                 if bases[name].shape != weight.shape:
                     rows = nf4.dequantize(bases[name].flatten(0, -2), weight.dtype)
                     weight.copy_(rows.view_as(weight))
-                lora.merge_adapter(adapters, config, name, weight)
+                adapters.merge(name, weight)
             document = self.documents[0]
             return _compare(adapted(document), merged(document), "logits")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 import torch
@@ -61,12 +61,16 @@ from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     NETWORK,
     build_network,
+    find_expert_matrices,
     find_linear_layers,
     read_config,
     without_numbers,
 )
 from lm.transformers_private import find_renamed, layouts_of_experts
 from model import ModelConfig, Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @oserror_as_config_error
@@ -334,6 +338,9 @@ def _export_adapters(
         raise ConfigError(f"--base: {problem}; leave it out")
     layout = _find_layout(config, str(base_dir or manifest.base.source))
     adapters = read_adapters(directory, manifest)
+    of_experts = _find_adapted_experts(adapters, layout)
+    if of_experts:
+        _refuse_renamed(layout, [f"{name.rpartition('.')[0]}.lora_A.weight" for name in of_experts])
 
     by_their_layer: dict[str, list[_Adapter]] = {}
     for name, a in adapters.items():
@@ -357,9 +364,16 @@ def _export_adapters(
         tensors[f"base_model.model.{layer}.lora_A.weight"] = Rows(a.to(dtype), 0)
         tensors[f"base_model.model.{layer}.lora_B.weight"] = Rows(b.to(dtype), 0)
         ranks[targets[layer]] = len(a)
+    for name, tensor in _arrange_for_peft(adapters, of_experts).items():
+        tensors[f"base_model.model.{name}"] = Rows(tensor.to(dtype), 0)
 
+    parameters = _name_targets(of_experts, layout.parameters)
     peft_config = _write_peft_config(
-        manifest.base, adapters.config, ranks, transposed=layout.transposed
+        manifest.base,
+        adapters.config,
+        ranks,
+        sorted(set(parameters.values())),
+        transposed=layout.transposed,
     )
     files = {"adapter_config.json": peft_config}
     tokenizer = _load_tokenizer(directory, manifest)
@@ -389,6 +403,12 @@ class _Layout(NamedTuple):
     """rows of its layers"""
     transposed: bool = False
     """see `Family`"""
+    experts: Mapping[str, str] = {}
+    """the names of its tensors with a matrix of each expert, by our names, in the class's order"""
+    parameters: Sequence[str] = ()
+    """the names of all"""
+    saved: PreTrainedModel | None = None
+    """on the meta device, if it is no model of model.py"""
 
 
 def _find_layout(config: AnyModelConfig, base: str) -> _Layout:
@@ -428,13 +448,66 @@ def _find_layout_in_class(config: TransformersConfig, base: str) -> _Layout:
         layer = saved_names[f"{name}.weight"].removesuffix(".weight")
         places[f"{NETWORK}.{name}"] = Place(layer, start=0, transposed=False)
         n_out[layer] = n_rows
-    renamed = find_renamed(saved, [f"{layer}.lora_A.weight" for layer in n_out])
+    experts: dict[str, str] = {}
+    for path, module in network.named_modules():
+        names = {matrix.name for matrix in find_expert_matrices(module)}
+        for name, _ in module.named_parameters(recurse=False):
+            if name in names:
+                experts[f"{NETWORK}.{path}.{name}"] = saved_names[f"{path}.{name}"]
+    layout = _Layout(
+        saved.config.model_type,
+        [name for name, _ in saved.named_modules()],
+        places,
+        n_out,
+        experts=experts,
+        parameters=[name for name, _ in saved.named_parameters()],
+        saved=saved,
+    )
+    _refuse_renamed(layout, [f"{layer}.lora_A.weight" for layer in n_out])
+    return layout
+
+
+def _refuse_renamed(layout: _Layout, names: Iterable[str]) -> None:
+    """Raise ConfigError if PEFT renames tensors of the `names` when it loads them."""
+    assert layout.saved is not None
+    renamed = find_renamed(layout.saved, names)
     if renamed:
         shown = ", ".join(limit_problems(list(dict.fromkeys(map(without_numbers, renamed)))))
-        problem = f"PEFT renames {shown} as transformers does in older files of {config.model_type}"
+        problem = f"PEFT renames {shown} as transformers does in older files of {layout.model_type}"
         raise ConfigError(f"--adapter: {problem}; {_MERGED}")
-    modules = [name for name, _ in saved.named_modules()]
-    return _Layout(saved.config.model_type, modules, places, n_out)
+
+
+def _find_adapted_experts(adapters: Adapters, layout: _Layout) -> dict[str, str]:
+    """Return our names of tensors with adapters of each expert, by the class's names, in order."""
+    adapted: dict[str, str] = {}
+    for name, place in layout.experts.items():
+        parent, _, leaf = name.rpartition(".")
+        if f"{parent}.lora_A.{leaf}" in adapters:
+            adapted[place] = name
+    return adapted
+
+
+def _arrange_for_peft(adapters: Adapters, of_experts: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the adapters of experts as PEFT stores those of `target_parameters`, by name.
+
+    PEFT wraps a module once for each of its tensors, the first one innermost. The rows of A are
+    those of one expert after those of another; the columns of B are those of all experts for the
+    first rank, then for the second, and so on.
+    """
+    by_module: dict[str, list[str]] = {}
+    for place, name in of_experts.items():
+        by_module.setdefault(place.rpartition(".")[0], []).append(name)
+    tensors: dict[str, Tensor] = {}
+    for module, names in by_module.items():
+        wrapper = module
+        for name in reversed(names):
+            parent, _, leaf = name.rpartition(".")
+            a = adapters[f"{parent}.lora_A.{leaf}"]  # E rank in
+            b = adapters[f"{parent}.lora_B.{leaf}"]  # E out rank
+            tensors[f"{wrapper}.lora_A.weight"] = a.flatten(0, 1)
+            tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+            wrapper += ".base_layer"
+    return tensors
 
 
 def _name_targets(adapted: Collection[str], modules: Iterable[str]) -> dict[str, str]:
@@ -494,9 +567,20 @@ def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor,
 
 
 def _write_peft_config(
-    base: Base, config: LoraConfig, ranks: Mapping[str, int], *, transposed: bool
+    base: Base,
+    config: LoraConfig,
+    ranks: Mapping[str, int],
+    parameters: Sequence[str],
+    *,
+    transposed: bool,
 ) -> bytes:
-    """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by target."""
+    """Return PEFT's `adapter_config.json`.
+
+    Args:
+        ranks: those of the adapters of layers, by target.
+        parameters: targets that are tensors of experts.
+        transposed: see `Family`.
+    """
     name = base.source
     revision: str | None = None
     is_on_hub = not Path(base.source).is_absolute()
@@ -517,6 +601,7 @@ def _write_peft_config(
         "use_rslora": config.use_rslora,
         "lora_dropout": config.lora_dropout,
         "target_modules": sorted(ranks),
+        "target_parameters": parameters or None,
         "rank_pattern": other_ranks,
         "alpha_pattern": other_alphas,
         "fan_in_fan_out": transposed,

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied
 from lm.model_config import MAX_LAYERS, LinearLayers
-from lm.transformers_config import AnyModelConfig
+from lm.transformers_config import AnyModelConfig, ExpertMatrices, TransformersConfig
 
 NF4_BLOCK = 64
 """Weights per scale in NF4."""
@@ -46,11 +46,11 @@ class LoraConfig(Config, frozen=True):
     lora_dropout: OfAdapters[Fixed[float]] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
     )
-    lora_targets: OfAdapters[Fixed[list[str] | None]] = Field(
+    lora_targets: OfAdapters[Fixed[list[str] | Literal["all"] | None]] = Field(
         None,
         min_length=1,
-        description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers"
-        " that are as wide as the rank",
+        description="layers with adapters, e.g. [q_proj, experts.down_proj]; null = the blocks'"
+        " linear layers that are as wide as the rank; all = also each expert's matrices",
         json_schema_extra={
             "aliases": ["target_modules", "lora_target_modules"],
             "meanings": {"alllinear": "did you mean null?"},
@@ -69,14 +69,19 @@ class LoraConfig(Config, frozen=True):
         assert self.lora_rank is not None
         return self.lora_alpha / self.rank_divisor(self.lora_rank)
 
-    def adapts(self, kind: str, out: int, inner: int) -> bool:
+    def adapts(self, kind: str, out: int, inner: int, *, of_experts: bool = False) -> bool:
         """Return whether the linear layers of a kind and shape have adapters.
 
-        Without `lora_targets` these are all that the rank does not exceed, so that a gate of one
-        output has none.
+        Without a list of `lora_targets` these are all that the rank does not exceed, so that a gate
+        of one output has none.
+
+        Args:
+            of_experts: whether they are the matrices of experts.
         """
-        if self.lora_targets is not None:
+        if isinstance(self.lora_targets, list):
             return kind in self.lora_targets
+        if of_experts and self.lora_targets is None:
+            return False
         return self.lora_rank is not None and self.lora_rank <= min(out, inner)
 
     def rank_divisor(self, rank: int) -> float:
@@ -86,13 +91,22 @@ class LoraConfig(Config, frozen=True):
         return rank
 
 
+def adaptable_layers(model: AnyModelConfig) -> list[LinearLayers]:
+    """Return the linear layers of all blocks, and the matrices of experts that can be adapted."""
+    layers = list(model.linear_layers)
+    if isinstance(model, TransformersConfig) and model.examined.experts:
+        layers += model.experts
+    return layers
+
+
 def adapted_layers(config: LoraConfig, model: AnyModelConfig) -> list[LinearLayers]:
-    """Return the linear layers of all blocks that have adapters."""
-    return [
-        layers
-        for layers in model.linear_layers
-        if config.adapts(layers.kind, layers.out, layers.inner)
-    ]
+    """Return those of all blocks that have adapters."""
+    adapted: list[LinearLayers] = []
+    for layers in adaptable_layers(model):
+        of_experts = isinstance(layers, ExpertMatrices)
+        if config.adapts(layers.kind, layers.out, layers.inner, of_experts=of_experts):
+            adapted.append(layers)
+    return adapted
 
 
 def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tuple[str, str]]:
@@ -101,20 +115,31 @@ def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tupl
     if config.base_dtype == "nf4" and all(inner % NF4_BLOCK for inner in widths):
         problem = f"no linear layer of the blocks has a multiple of {NF4_BLOCK} inputs"
         yield "base_dtype", f"nf4: {problem}; remove base_dtype"
-    kinds = list(dict.fromkeys(layers.kind for layers in model.linear_layers))
-    for name in dict.fromkeys(config.lora_targets or ()):
-        if name not in kinds:
-            yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(kinds)}"
+    adaptable = adaptable_layers(model)
+    kinds = list(dict.fromkeys(layers.kind for layers in adaptable))
+    if isinstance(config.lora_targets, list):
+        for name in dict.fromkeys(config.lora_targets):
+            if name not in kinds:
+                problem = f"this model has no layer {name}"
+                if "experts" in name:
+                    problem += " that can be adapted"
+                yield "lora_targets", f"{problem}; choose from {', '.join(kinds)}"
     if config.lora_rank is None:
         return
-    sides = {layers: min(layers.out, layers.inner) for layers in model.linear_layers}
+    sides = {layers: min(layers.out, layers.inner) for layers in adaptable}
     adapted = adapted_layers(config, model)
     narrowest = min(adapted, key=sides.__getitem__, default=None)
-    if config.lora_targets is None and not adapted:
+    if not isinstance(config.lora_targets, list) and not adapted:
         narrowest = max(sides, key=sides.__getitem__, default=None)
     if narrowest is not None and config.lora_rank > sides[narrowest]:
         side = f"the smaller side of {narrowest.kind} ({narrowest.out} x {narrowest.inner})"
         yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {sides[narrowest]}"
+    of_experts = [layers.kind for layers in adapted if isinstance(layers, ExpertMatrices)]
+    if of_experts and config.lora_dropout > 0:
+        problem = (
+            f"{config.lora_dropout} is not defined for adapters of {of_experts[0]}, as in PEFT"
+        )
+        yield "lora_dropout", f"{problem}; use 0"
 
 
 def n_trained_parameters(config: LoraConfig, model: AnyModelConfig) -> int:
@@ -123,8 +148,11 @@ def n_trained_parameters(config: LoraConfig, model: AnyModelConfig) -> int:
         return model.n_parameters
     n_per_rank = 0
     for layers in adapted_layers(config, model):
-        # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
-        n_per_rank += layers.count * (layers.out + layers.inner)
+        # An adapter of a matrix (out, in) has A (rank, in) and B (out, rank).
+        of_each = layers.out + layers.inner
+        if isinstance(layers, ExpertMatrices):
+            of_each *= layers.n_experts
+        n_per_rank += layers.count * of_each
     return config.lora_rank * n_per_rank
 
 

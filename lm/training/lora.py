@@ -1,18 +1,19 @@
-"""LoRA: low-rank adapters on the linear layers of a frozen model (Hu et al., 2021).
+"""LoRA: low-rank adapters of the matrices of a frozen model (Hu et al., 2021).
 
 An adapted layer computes `x W^T + b + (lora_alpha / lora_rank) dropout(x) A^T B^T`. W `(out, in)`,
 b and all other weights of the model, the base, are frozen and have the compute dtype, or W
 `base_dtype`; A `(lora_rank, in)` and B `(out, lora_rank)` are trained in float32. Base weights keep
 their names; A and B of `q_proj.weight` are `q_proj.lora_A.weight` and `q_proj.lora_B.weight`, as in
-PEFT. With `use_rslora`, the scale is `lora_alpha / sqrt(lora_rank)`, so that the output does not
-shrink with the rank (Kalajdzievski, 2023).
+PEFT; those of `experts.down_proj`, which has a matrix of each expert, `experts.lora_A.down_proj`
+and `experts.lora_B.down_proj` (lm/training/experts.py). With `use_rslora`, the scale is
+`lora_alpha / sqrt(lora_rank)`, so that the output does not shrink with the rank (Kalajdzievski,
+2023).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 
 from lm.training import nf4
 from lm.training.config import LoraConfig
-from lm.training.experts import quantize_experts
+from lm.training.experts import convert_experts
 from lm.training.nf4 import NF4Linear
 from lm.training.roles import find_decayed
 from lm.transformers_config import AnyModelConfig
 from lm.transformers_model import (
     AnyModel,
     TransformersModel,
+    find_expert_matrices,
     kept_in_float32,
     new_model,
     reads_weight,
@@ -78,9 +80,9 @@ def add_adapters(
             parameter.data = parameter.data.to(dtype or torch.float32)
     has_experts = isinstance(model, TransformersModel) and model.config.examined.experts
     for parent in [module for block in model.blocks for module in block.modules()]:
-        if has_experts and config.base_dtype == "nf4":
-            quantize_experts(parent, ever_kept)
         for name, layer in list(parent.named_children()):
+            if has_experts:
+                convert_experts(layer, name, config, ever_kept)
             if not isinstance(layer, nn.Linear):
                 continue
             frozen: nn.Linear | NF4Linear = layer
@@ -119,6 +121,7 @@ def _describe_left_out(config: LoraConfig, model: AnyModel) -> str | None:
     narrow: set[str] = set()
     total = 0
     for block in model.blocks:
+        names = {name for name, _ in block.named_parameters()}
         for path, module in block.named_modules():
             for leaf, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad or parameter not in decayed:
@@ -126,8 +129,8 @@ def _describe_left_out(config: LoraConfig, model: AnyModel) -> str | None:
                 n_weights = _n_weights(parameter)
                 total += n_weights
                 is_layer = isinstance(module, nn.Linear | NF4Linear)
-                is_expected = is_layer and config.lora_targets is not None
-                if isinstance(module, LoraLinear) or is_expected:
+                is_expected = is_layer and isinstance(config.lora_targets, list)
+                if f"{path}.lora_A.{leaf}" in names or is_expected:
                     continue
                 name = without_numbers(f"{path}.{leaf}")
                 left_out[name] += n_weights
@@ -174,7 +177,7 @@ def adapter_init_rule(name: str, parameter: Tensor) -> InitRule | None:
     """
     module = name.split(".")[-2]
     if module == "lora_A":
-        return InitRule("uniform", 1 / math.sqrt(parameter.shape[1]))
+        return InitRule("uniform", 1 / math.sqrt(parameter.shape[-1]))
     if module == "lora_B":
         return InitRule("constant", 0.0)
     return None
@@ -187,7 +190,7 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     parameters, e.g. biases that no gradient changes.
     """
     state = model.state_dict(keep_vars=True)  # FSDP reshards first
-    has_adapters = any(isinstance(module, LoraLinear) for module in model.modules())
+    has_adapters = any(".lora_A." in name for name in state)
     found: dict[Tensor, str] = {}
     for name, tensor in state.items():
         if tensor.requires_grad or not has_adapters:
@@ -205,18 +208,27 @@ class Adapters(dict[str, Tensor]):
         for name, tensor in trained_parameters(adapted).items():
             self[name] = torch.empty(tensor.shape)
         self.config = config
+        self._transposed: set[str] = set()
+        """names of tensors of experts that are `(E, in, out)`"""
+        for path, module in adapted.named_modules():
+            for matrix in find_expert_matrices(module):
+                if module.is_transposed:
+                    self._transposed.add(f"{path}.{matrix.name}")
 
     def merge(self, name: str, weight: Tensor) -> None:
         """Add what the adapter of the base weight `name`, if any, contributes, in place."""
-        merge_adapter(self, self.config, name, weight)
+        parent, _, leaf = name.rpartition(".")
+        a = self.get(f"{parent}.lora_A.{leaf}")
+        b = self.get(f"{parent}.lora_B.{leaf}")
+        if a is None or b is None:
+            return
+        if name in self._transposed:
+            weight = weight.mT
+        if a.dim() == 2:
+            weight += self._multiply(b, a).to(weight.device)
+            return
+        for matrix, of_a, of_b in zip(weight, a, b, strict=True):  # each of an expert
+            matrix += self._multiply(of_b, of_a).to(weight.device)
 
-
-def merge_adapter(
-    adapters: Mapping[str, Tensor], config: LoraConfig, name: str, weight: Tensor
-) -> None:
-    """Add to the base weight `name` what its adapter contributes, in place; nothing without one."""
-    layer = name.removesuffix(".weight")
-    a = adapters.get(f"{layer}.lora_A.weight")
-    b = adapters.get(f"{layer}.lora_B.weight")
-    if a is not None and b is not None:
-        weight += (config.lora_scale * (b @ a)).to(weight.device)
+    def _multiply(self, b: Tensor, a: Tensor) -> Tensor:
+        return self.config.lora_scale * (b @ a)
