@@ -53,6 +53,7 @@ OF_TRANSFORMERS = TransformersConfig(
     max_seq_len=16,
     n_parameters=1,
     linear_layers=[],
+    experts=[],
 )
 """A model of transformers that is described, and of no class."""
 
