@@ -88,9 +88,9 @@ def rendered(turns: Chat) -> tuple[str, str]:
 
 
 def sets_of_docs() -> dict[str, dict[str, str]]:
-    """The data sets in the table of docs/data.md, with their `fields`."""
+    """The data sets in the table of docs/datasets.md, with their `fields`."""
     sets: dict[str, dict[str, str]] = {}
-    for row in (REPOSITORY / "docs/data.md").read_text().splitlines():
+    for row in (REPOSITORY / "docs/datasets.md").read_text().splitlines():
         found = re.fullmatch(r"\| (.*`[\w.-]+/[\w.-]+`) \| `(\{.+\})` \|", row)
         if found is not None:
             for name in re.findall(r"`([\w.-]+/[\w.-]+)`", found[1]):
