@@ -45,7 +45,7 @@ def master(sdk: SDK, tmp_path: Path) -> Iterator[Master]:
 
 
 def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the experiment as docs/determined.md writes it for masters before 0.38."""
+    """Return the experiment as docs/clusters.md writes it for masters before 0.38."""
     config["searcher"]["max_length"] = 1
     config["log_policies"] = [
         {"pattern": policy["pattern"], "action": {"type": policy["action"]}}
