@@ -1442,8 +1442,8 @@ def run_python(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_walk_in_the_docs_works_as_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (REPOSITORY / "docs/finetuning.md").read_text()
-    section = page[page.index("### A walk without a download") : page.index("## Families")]
+    page = (REPOSITORY / "docs/transformers.md").read_text()
+    section = page[page.index("## A walk without a download") :]
     program, *commands = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
     (tmp_path / "make_tiny.py").write_text(program)
     for name in ("fsdp.py", "recipes"):
