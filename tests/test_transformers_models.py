@@ -609,14 +609,12 @@ class OfPeft(NamedTuple):
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 OF_PEFT = [
     OfPeft("mistral3", "ministral3"),
-    OfPeft("aya_vision", "cohere2"),
     OfPeft("gemma3", "gemma3_text"),
     OfPeft("gemma4", "gemma4_text"),
     OfPeft("idefics3", "llama"),
     OfPeft("internvl", "qwen2"),
     OfPeft("lfm2_vl", "lfm2"),
     OfPeft("llava", "llama"),
-    OfPeft("paligemma", "gemma2"),
     OfPeft("qwen3_5", "qwen3_5_text"),
     OfPeft("qwen3_5_moe", "qwen3_5_moe_text", targets=ATTENTION),
     OfPeft("gemma3_text"),

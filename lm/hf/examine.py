@@ -360,7 +360,8 @@ def _build_small(config: dict[str, Any]) -> _Small | str:
         network = build_network(read_config(config), on_meta=False)
         _randomize(network)
         network.train()
-        _logits(network, _tokens(_DOCUMENTS[0])).sum().backward()
+        with torch.enable_grad():  # whoever asks first
+            _logits(network, _tokens(_DOCUMENTS[0])).sum().backward()
         network.zero_grad()
     except Exception as error:  # a config that the class refuses, in any way
         return one_line(error)
