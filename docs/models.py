@@ -50,7 +50,7 @@ _HEAD = """# Models of transformers
 
 `init_from` takes the models that model.py computes ({own}), and every causal language model that
 transformers can build, with transformers' own modeling code. Before the first step, a small random
-model of the class is [examined](finetuning.md#models-that-transformers-computes): what does not
+model of the class is [examined](transformers.md#the-examination): what does not
 hold is turned off in a line, and a class that would be trained wrongly is refused.
 
     python -m lm.hf examine DIRECTORY|OWNER/MODEL|MODEL_TYPE
