@@ -205,7 +205,9 @@ def _attend_by_pytorch(
     dropout: float,
 ) -> Tensor:
     """Return what `attend` does, by the fastest kernel that PyTorch has for the arguments."""
-    is_grouped = query.shape[1] != key.shape[1]
+    is_grouped = False
+    if query.shape[1] != key.shape[1]:  # the compiler may have symbols for both
+        is_grouped = True
     if is_grouped and needs_kv_repeat(query.device, query.dtype, query.shape[-1], mask is not None):
         key, value = _repeat_heads(key, value, query.shape[1])
         is_grouped = False

@@ -390,7 +390,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "damaged tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        "in: fails in the tokenizers library: ",
+        "in: transformers cannot use it: ",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -113,11 +114,12 @@ TEMPLATES += ["gptoss_training", "nemotron_3_nano_training", "deepseekv3_trainin
 
 
 @pytest.mark.slow
-def test_replies_are_targets_as_in_trl(tmp_path: Path) -> None:
+def test_replies_are_targets_as_in_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From where the tokens of the prompt, with the start of a reply, differ from either text."""
     import transformers
     from trl.data_utils import common_prefix_length
 
+    monkeypatch.setattr("lm.data.chat_template.TODAY", datetime.date.today())
     end = "<|endoftext|>"
     config = {"bos_token": end, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
     (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())

@@ -766,7 +766,7 @@ def test_prepare_refuses_a_different_dataset(
         file.write('{"text": "one more"}\n')
     code, output, errors = run(*prepared)
     assert (code, output, content(tmp_path / "out")) == (2, "", before)
-    assert "(different: validation_fraction, input)" in errors
+    assert "(different: input, validation_fraction)" in errors
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -513,9 +514,11 @@ def _names_token_files(where: str | None) -> bool:
     if where is None:
         return False
     path = home_path(where)
-    if path.is_dir():
-        path = path / f"{TRAIN}.bin"
-    return path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists()
+    with suppress(OSError):  # of a name that cannot be one, which the reader of files refuses
+        if path.is_dir():
+            path = path / f"{TRAIN}.bin"
+        return path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists()
+    return False
 
 
 def _open_prepared(
