@@ -11,9 +11,9 @@ build_model     the model, wrapped with `fully_shard`
 Trainer         the parts of a run, and what is done with them; `train_steps` is the training loop
 
 Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks. A run
-that only validates and samples does not train. A checkpoint is pending from `save`, which starts a
-thread on every rank, to `commit`, by which all ranks know that it is complete; meanwhile a rank may
-still be writing.
+that only validates and samples has `max_steps` 0: its loop takes no step, and it saves nothing. A
+checkpoint is pending from `save`, which starts a thread on every rank, to `commit`, by which all
+ranks know that it is complete; meanwhile a rank may still be writing.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def train_together(job: Job, world: World) -> int:
 
     Errors of PyTorch, e.g. out of memory or a lost rank, arrive here as RunErrors that say what to
     do: `world` and `watchdog` replace them. Any other exception is a bug, and ends the process with
-    a traceback. A rank that waits in a collective for longer than `collective_timeout` ends, and
-    names the rank that hangs, which prints its stacks; one that loses a rank that has failed
-    ends with the error of that rank. Nothing is saved then: a restart resumes.
+    a traceback. A rank that waits in a collective for longer than `collective_timeout` names the
+    rank that hangs, and ends; the rank that hangs prints its stacks. If a rank has failed, the
+    others end with its error. Nothing is saved then: a restart resumes.
     """
     watchdog = Watchdog(world.store, world.rank, world.size, job.hp.run.collective_timeout)
     checkpoint_storage = None
@@ -226,7 +226,8 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         model = new_model(hp.model, dropout=not hp.objective.of_pairs)
         model = lora.add_adapters(model, hp.lora, amp_dtype)
     # Each wraps the `forward` of the blocks that the one before has left, so that parameters keep
-    # their names: the compiler sees what is recomputed, offloading what compiled blocks save.
+    # their names. The compiler has to see what is recomputed, and offloading has to see what
+    # compiled blocks save. Their weights are gathered around all of it.
     parallelize.apply_float8(model, hp.precision.float8, hp.parallel, mesh)
     parallelize.apply_activation_checkpointing(model, hp.parallel.activation_checkpointing)
     parallelize.apply_compile(model, hp.parallel, hp.precision.float8, mesh)
@@ -236,22 +237,23 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=amp_dtype,
             reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),  # of gradients
-            # Embeddings already have this dtype, and the rotary angles have to stay float32.
+            # Embeddings already have the dtype of forward, and rotary angles have to stay float32.
             cast_forward_inputs=False,
         ),
-        # True with sharding: full-shard or hybrid-full-shard, which gather again for backward.
+        # True with full-shard and hybrid-full-shard, which gather again for backward; else False.
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # The units are the embedding, each block and the head; one around all blocks, of what a class
-    # of transformers keeps in float32 in them; and the model, of the rest. From the outside in, as
-    # FSDP does not look into a module that already is a unit.
+    # The units are the embedding, each block and the head; for a class of transformers that keeps
+    # parameters in float32, one more, of these, around all blocks; and the model, of the rest. FSDP
+    # does not look into a module that already is a unit, so the outer units are made first, and
+    # ignore what the inner ones will hold.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     in_float32 = kept_in_float32(model, amp_dtype)
     fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
     parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    sharded_in_float32 = kept_in_float32(model, amp_dtype)
+    sharded_in_float32 = kept_in_float32(model, amp_dtype)  # sharding has replaced them
     for unit in units:
         fully_shard(unit, **fsdp_options, ignored_params=sharded_in_float32)
     parallelize.tune_gathers(model)
@@ -559,7 +561,8 @@ class Trainer:
     def complete_resumed_step(self) -> None:
         """Evaluate after the resumed step, where a stop prevented it.
 
-        And save what is new, or else the same evaluation would be due at the next start.
+        The checkpoint of that step is from before the evaluation. Where one is due, it is saved
+        again with its results, or else every later start from it would evaluate once more.
         """
         saved = self.validation_loss, self.sampled
         self.evaluate()
@@ -703,8 +706,8 @@ class Trainer:
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:
                     code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
-                # After this, exit code 0 means that the trial resumes; without, as after the search
-                # has stopped it, that it is complete. Off the cluster, this does nothing.
+                # Exit code 0 then means that the trial resumes; without it, as after the search has
+                # stopped the trial, that it is complete. Off the cluster, it does nothing.
                 if self.world.rank == 0:
                     self.context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"
