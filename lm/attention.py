@@ -336,6 +336,14 @@ class _Span(NamedTuple):
     mask: Tensor | None
     """`(1, 1, queries, keys)`, 0 = attend, else -inf; None = the keys up to the query's own"""
 
+    def at_queries(self, x: Tensor) -> Tensor:
+        """Return what `x`, `(B, H, T, ...)`, has of these queries: a view."""
+        return x[self.row : self.row + 1, :, self.queries]
+
+    def at_keys(self, x: Tensor) -> Tensor:
+        """Return what `x`, `(B, G, T, ...)`, has of these keys: a view."""
+        return x[self.row : self.row + 1, :, self.keys]
+
 
 def _find_spans(oldest_key: Tensor, dtype: torch.dtype) -> Iterator[_Span]:
     """Yield the spans of all rows: documents, or where a window hides keys, parts of them."""
@@ -383,18 +391,17 @@ def attend_to_spans(
     output = torch.empty_like(query)
     sums = _new_sums(query)
     for span in _find_spans(oldest_key, query.dtype):
-        row = slice(span.row, span.row + 1)
         its_output, its_sums = _FORWARD(
-            query[row, :, span.queries],
-            key[row, :, span.keys],
-            value[row, :, span.keys],
+            span.at_queries(query),
+            span.at_keys(key),
+            span.at_keys(value),
             0.0,
             span.mask is None,
             attn_mask=span.mask,
             scale=scale,
         )
-        output[row, :, span.queries] = its_output
-        sums[row, :, span.queries] = its_sums
+        span.at_queries(output).copy_(its_output)
+        span.at_queries(sums).copy_(its_sums)
     if sinks is None:
         return output, sums
     with_sinks = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
@@ -434,22 +441,21 @@ def _differentiate(
     key_grad = torch.zeros_like(key)
     value_grad = torch.zeros_like(value)
     for span in _find_spans(oldest_key, query.dtype):
-        row = slice(span.row, span.row + 1)
         of_query, of_key, of_value = _BACKWARD(
-            grad[row, :, span.queries],
-            query[row, :, span.queries],
-            key[row, :, span.keys],
-            value[row, :, span.keys],
-            output[row, :, span.queries],
-            sums[row, :, span.queries],
+            span.at_queries(grad),
+            span.at_queries(query),
+            span.at_keys(key),
+            span.at_keys(value),
+            span.at_queries(output),
+            span.at_queries(sums),
             0.0,
             span.mask is None,
             attn_mask=span.mask,
             scale=scale,
         )
-        query_grad[row, :, span.queries] = of_query
-        key_grad[row, :, span.keys] += of_key
-        value_grad[row, :, span.keys] += of_value
+        span.at_queries(query_grad).copy_(of_query)
+        span.at_keys(key_grad).add_(of_key)
+        span.at_keys(value_grad).add_(of_value)
     return query_grad, key_grad, value_grad
 
 
