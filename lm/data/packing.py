@@ -279,9 +279,8 @@ def pack_best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]
         lengths: tokens of each sample, from 1 to `seq_len`.
     """
     sequences = np.empty(len(lengths), np.int64)  # of each sample, numbered by the longest in it
-    by_space: list[list[int]] = [
-        [] for _ in range(seq_len + 1)
-    ]  # sequences with so much space left
+    # The sequences with so much space left.
+    by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
     spaces: list[int] = []  # those of which there is a sequence, sorted
     longest_first = np.argsort(-lengths, kind="stable")
     for sample, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):

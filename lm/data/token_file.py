@@ -112,6 +112,14 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
         default_factory=dict, description="of `lm.prepare`"
     )
 
+    @property
+    def checksums(self) -> dict[str, int]:
+        """The CRC-32C of each file, by its suffix."""
+        checksums = {".bin": self.crc32c, ".ends": self.ends_crc32c}
+        if self.mask_crc32c is not None:
+            checksums[".mask"] = self.mask_crc32c
+        return checksums
+
 
 def read_index(path: Path) -> TokenIndex:
     """Read NAME.json and check the size of NAME.bin."""
@@ -243,9 +251,8 @@ class TokenFile:
         if size != 8 * n_documents:
             problem = f"{size} bytes, but the ends of {n_documents} documents are 8 bytes each"
             raise ConfigError(f"{path}: {problem}; {self._remedy}")
-        return np.memmap(
-            path, "<i8", "r"
-        )  # written as unsigned, which NumPy would compare as floats
+        # They are written as unsigned, which NumPy would compare as floats.
+        return np.memmap(path, "<i8", "r")
 
     def verify(self) -> None:
         """Compare the files with their checksums.
@@ -255,11 +262,10 @@ class TokenFile:
         Raises:
             ConfigError: a file is damaged or cannot be read.
         """
-        self._verify(self.path, self.index.crc32c)
-        if self.ends is not None:
-            self._verify(self.path.with_suffix(".ends"), self.index.ends_crc32c)
-        if self.index.mask_crc32c is not None:
-            self._verify(self.path.with_suffix(".mask"), self.index.mask_crc32c)
+        for suffix, expected in self.index.checksums.items():
+            is_open = suffix != ".ends" or self.ends is not None
+            if is_open:
+                self._verify(self.path.with_suffix(suffix), expected)
 
     def _verify(self, path: Path, expected: int) -> None:
         try:
@@ -411,10 +417,7 @@ def verify_dataset(directory: Path) -> list[str]:
             continue
         index = read_index(path)
         lines.append(f"{describe_split(path, index)}: verified")
-        checksums = {".bin": index.crc32c, ".ends": index.ends_crc32c}
-        if index.mask_crc32c is not None:
-            checksums[".mask"] = index.mask_crc32c
-        for suffix, expected in checksums.items():
+        for suffix, expected in index.checksums.items():
             file = path.with_suffix(suffix)
             if not file.exists():
                 problems.append(f"{file}: is missing; {_REWRITE}")
