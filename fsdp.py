@@ -67,6 +67,7 @@ from lm.hf import weights
 from lm.launch.console import announce, print_error, record_error, warn
 from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.spawn import run_and_exit
+from lm.memory import count_micro_steps
 from lm.metrics.accumulator import MetricsAccumulator
 from lm.metrics.logger import MetricLogger
 from lm.objectives.dpo import DPO
@@ -455,8 +456,8 @@ class Trainer:
         """
         if self.objective.is_prepared:
             return
-        micro_steps = self.run.global_batch_size // (self.hp.data.batch_size * self.world.size)
-        rate = self.hp.checkpoint.checkpoint_rate * micro_steps
+        micro_steps = count_micro_steps(self.hp, self.world.size)
+        rate = self.hp.checkpoint.checkpoint_rate * micro_steps  # in micro-batches
         self.model.train()  # for the kernels of a step
         with self.logger.status("preparing the objective"):
             batches = self.objective.prepare(
