@@ -40,7 +40,7 @@ test-all: $(DEV) ## Run all tests, 20 to 40 minutes.
 	@$(PYTEST) $(ARGS)
 
 test-cluster: $(DEV) ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
-	@$(BIN)/python -m pytest tests/cluster$(if $(DET_MASTER),/test_live.py) $(ARGS)
+	@$(BIN)/python -m pytest tests/determined$(if $(DET_MASTER),/test_live.py) $(ARGS)
 
 check: $(DEV) ## Check formatting, lint, docstrings, types and shell scripts.
 	@$(BIN)/ruff format --check --diff .

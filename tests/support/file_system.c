@@ -1,4 +1,4 @@
-/* A file system that lacks something; loaded with LD_PRELOAD, see tests/test_run_dir.py.
+/* A file system that lacks something; loaded with LD_PRELOAD, see tests/storage/test_run_dir.py.
 
 FLOCK            the errno of flock; 0 = every process receives the lock
 DIRECTORY_FSYNC  the errno of fsync of a directory

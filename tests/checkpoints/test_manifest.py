@@ -31,6 +31,7 @@ from lm.resume import ResumePlan, find_complete
 from lm.runtime.world import World
 from lm.storage.folder import record
 from model import Transformer
+from tests.support import REPOSITORY
 from tests.support.checkpoints import (
     OPTIM_SHARDS,
     RUN_INFO,
@@ -235,9 +236,14 @@ def test_load_opens_only_files_of_the_manifest(victim: Path, tmp_path: Path) -> 
 
 
 def test_no_product_code_unpickles() -> None:
-    root = Path(__file__).parent.parent
-    with_its_child = root / "lm" / "data" / "worker.py"  # over a pipe that no other process has
-    for path in (root / "fsdp.py", root / "model.py", *(root / "lm").rglob("*.py")):
+    with_its_child = (
+        REPOSITORY / "lm" / "data" / "worker.py"
+    )  # over a pipe that no other process has
+    for path in (
+        REPOSITORY / "fsdp.py",
+        REPOSITORY / "model.py",
+        *(REPOSITORY / "lm").rglob("*.py"),
+    ):
         if path == with_its_child:
             continue
         imported = {

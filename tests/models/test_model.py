@@ -249,7 +249,7 @@ def test_rope_scaling_is_saved_with_the_keys_that_are_set() -> None:
     assert config.model_dump()["rope_scaling"] == LLAMA3_SCALING
 
 
-# ---- architecture; tests/test_hf.py compares the other families with transformers
+# ---- architecture; tests/weights/test_families.py compares the other families with transformers
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

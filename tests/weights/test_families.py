@@ -412,7 +412,7 @@ def test_read_config_reads_old_and_new_formats(name: str, tmp_path: Path) -> Non
 
 
 MIXTURE_PRESETS = {name for name, keys in PRESETS.items() if "n_experts" in keys}
-"""Their families are only written (tests/test_experts.py)."""
+"""Their families are only written (tests/models/test_experts.py)."""
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - MIXTURE_PRESETS))
