@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -292,26 +291,6 @@ def test_launch_of_any_environment_is_valid_or_refused(changes: dict[str, str]) 
         assert 0 <= launch.local_rank < launch.local_size <= launch.world_size
 
 
-@pytest.mark.slow
-def test_missing_launch_variables_exit_with_2(tmp_path: Path) -> None:
-    done = run_fsdp(tmp_path, WORLD_SIZE="2", code=2)
-    assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not" in done.stderr
-
-
-@pytest.mark.slow
-def test_launch_errors_print_on_every_node(tmp_path: Path) -> None:
-    env: dict[str, Any] = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-    }
-    env |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = run_fsdp(tmp_path, "n_heads=5", **env)
-    assert done.returncode == 2
-    assert "n_heads" in done.stderr
-
-
 def test_launch_recognizes_a_restart() -> None:
     for restart in ("TORCHELASTIC_RESTART_COUNT=2", "SLURM_RESTART_COUNT=1", "DET_TRIAL_RUN_ID=3"):
         assert is_restart(variables(restart))
@@ -343,7 +322,7 @@ def install(folder: Path, version: str) -> None:
 
 @pytest.mark.parametrize(
     "version",
-    ["2.10.1", "1.13", "2.1.0a0+git", "0", "2.11", "2.11.0rc1+cu130", "2.11rc1", "3.0", "10.0.0"],
+    ["2.10.1", "0", "2.11", "2.11rc1", "10.0.0"],
 )
 def test_requirements_refuse_an_old_version(
     version: str,
@@ -361,10 +340,9 @@ def test_requirements_refuse_an_old_version(
         assert f"version {version} " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_old_torch_exits_with_2_and_one_line(ranks: int, tmp_path: Path) -> None:
+def test_old_torch_exits_with_2_and_one_line(tmp_path: Path) -> None:
     install(tmp_path / "old", "2.1.0")
-    done = run_fsdp(tmp_path, ranks=ranks, PYTHONPATH=f"{tmp_path / 'old'}:{REPOSITORY}", code=2)
+    done = run_fsdp(tmp_path, ranks=2, PYTHONPATH=f"{tmp_path / 'old'}:{REPOSITORY}", code=2)
     assert re.fullmatch(r"torch: version 2\.1\.0 .*2\.11.*\n", done.stderr)
 
 
@@ -392,19 +370,10 @@ def hide_package(folder: Path, name: str) -> str:
     ("package", "module", "arguments"),
     [
         ("yaml", "fsdp", "--config config.yaml"),
-        ("pydantic", "fsdp", "--config config.yaml"),
-        ("determined", "fsdp", "--config config.yaml"),
-        ("google_crc32c", "fsdp", "--config config.yaml"),
         ("tensorboard", "fsdp", f"--config {REPOSITORY}/config.yaml max_steps=1"),
-        ("pydantic", "lm.checkpoint", "verify x"),
         ("pydantic", "lm.config", ""),
         ("tqdm", "lm.evaluate", "x"),
         ("google_crc32c", "lm.generate", "x --prompt x"),
-        ("tokenizers", "lm.hf", "export x y"),
-        ("yaml", "lm.plan", "config.yaml"),
-        ("pydantic", "lm.prepare", "x y"),
-        ("pydantic", "lm.report", "x"),
-        ("yaml", "lm.search", "recipes/search.yaml"),
     ],
 )
 def test_command_without_a_package_exits_with_2_and_one_line(
@@ -537,7 +506,7 @@ def test_local_launch_sets_variables_and_arguments(tmp_path: Path) -> None:
     assert len(set(ports)) == 1
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_local_launch_with_closed_streams(closed: str, tmp_path: Path) -> None:
     """A file that a rank opens never gets the number of a standard stream."""
     (tmp_path / "script.py").write_text(
@@ -567,11 +536,9 @@ def test_local_launch_keeps_master_port(tmp_path: Path) -> None:
         assert finish(launcher) == (0, "1234\n1234\n", "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [1, 2, 77])
-def test_local_launch_exit_code_is_that_of_the_failed_rank(code: int, tmp_path: Path) -> None:
-    with launched(tmp_path, f"if rank == 1: sys.exit({code})\ntime.sleep(3600)") as launcher:
-        assert finish(launcher) == (code, "", "")
+def test_local_launch_exit_code_is_that_of_the_failed_rank(tmp_path: Path) -> None:
+    with launched(tmp_path, "if rank == 1: sys.exit(77)\ntime.sleep(3600)") as launcher:
+        assert finish(launcher) == (77, "", "")
 
 
 def test_local_launch_names_a_killed_rank(tmp_path: Path) -> None:
@@ -734,17 +701,6 @@ def test_local_launch_refuses_an_invalid_command_line(arguments: list[str]) -> N
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-
-
-def test_shellcheck_accepts_the_shell_scripts() -> None:
-    scripts = [
-        REPOSITORY / ".ci" / "run",
-        REPOSITORY / "launch" / "slurm.sbatch",
-        REPOSITORY / "launch" / "pbs.sh",
-    ]
-    command = [Path(sys.executable).parent / "shellcheck", *scripts]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("option", ["-P", "-I"])
