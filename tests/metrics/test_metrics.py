@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import queue
 import re
@@ -208,20 +207,13 @@ def test_peak_flops_follow_from_the_name_of_the_gpu() -> None:
     unknown = (
         "L40",
         "A10",
-        "T400 4GB",
         "GeForce RTX 3060",
         "GeForce RTX 4090 Laptop GPU",
         "A100 MIG 1g.5gb",
-        "A100-SXM4-40GB MIG 1g.5gb",
         "A100-SXM-64GB",
         "GeForce RTX 4090 D",
         "GeForce RTX 5090 D",
-        "GeForce RTX 5090 D v2",
-        "L40S-48Q",
         "H20-3e",
-        "H100 80GB HBM2e",
-        "GH200 480GB",
-        "V100S-PCIE-32GB",
     )
     assert [name for name in unknown if peak_flops_by_name(f"NVIDIA {name}")] == []
 
@@ -475,15 +467,6 @@ def test_console_without_a_terminal_prints_a_line(
     assert re.search(r"loss +2.5000 +arc_easy acc 0.250 +arc_easy bpb 1.500\n", output)
 
 
-def test_console_shows_a_loss_that_is_not_a_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logger = started(tmp_path)
-    logger.log("training", 10, TRAINING | {"loss": math.nan, "grad_norm": math.inf})
-    logger.close()
-    assert re.search(r"loss +nan .*grad norm inf ", capsys.readouterr().out)
-
-
 def test_console_shows_what_training_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -536,12 +519,3 @@ def test_console_on_a_terminal_has_colors_and_a_progress_bar(
     assert "training    step  15/100  loss  3.1416" in shown
     assert "validation  step  15/100  loss  2.5000" in shown
     assert "left" not in shown  # the bar shows it
-
-
-def test_logger_names_a_file_that_tensorboard_cannot_create(tmp_path: Path) -> None:
-    (tmp_path / "training").symlink_to("/proc/self")  # in which nobody can create files
-    with (
-        MetricLogger(0, tmp_path, DummyTrainContext(), 1) as logger,
-        pytest.raises(RunError, match=f"^{tmp_path}/training/events.* cannot write metrics"),
-    ):
-        logger.start(0)

@@ -208,20 +208,6 @@ def test_report_ignores_lines_with_values_of_other_kinds() -> None:
     assert report.write_report(run) == "runs/a/report.md and report.png"
 
 
-def with_validation(name: str, loss: float, bits_per_byte: float) -> report.RunRecords:
-    run = make_run(name)
-    line = {"group": "validation", "step": 30, "time": 2060.0, "loss": loss}
-    line["bits_per_byte"] = bits_per_byte
-    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    return report.RunRecords(run)
-
-
-def test_report_has_a_row_where_its_run_has_it() -> None:
-    runs = [report.RunRecords(make_run("old")), with_validation("new", 3.6, 2.17)]
-    rows = report.format_report(runs)
-    assert rows.index("| validation bits per byte |") < rows.index("| training loss |")
-
-
 def draw(runs: Sequence[report.RunRecords]) -> Figure:
     """The figure of a picture."""
     drawn: list[Figure] = []
@@ -254,35 +240,6 @@ def test_runs_that_were_validated_on_other_data_are_told_apart() -> None:
         n_curves.append(len(curves))
     assert n_curves == [4, 2], "training and validation of a and c, and of b"
     assert "validation data" not in report.format_report([runs[0], runs[2]])
-
-
-def test_picture_of_many_runs_names_each_beside_the_curves() -> None:
-    runs = [with_validation(f"run-{n}", 10.0 - n / 10, 1.0 - n / 100) for n in range(12)]
-    figure = draw(runs)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [run.name for run in runs]
-    panel = figure.axes[0]
-    assert not legend.get_window_extent().overlaps(panel.get_window_extent())
-    inside = panel.get_legend()
-    assert inside is not None
-    assert [text.get_text() for text in inside.get_texts()] == ["training", "validation"]
-
-
-def test_report_of_sessions_by_a_clock_that_is_wrong() -> None:
-    run = make_run("a")
-    year = 365 * 86_400
-    sessions = [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()[:2]]
-    sessions[0]["time"] += year
-    sessions[1]["last_write"] += year
-    (run / "sessions.jsonl").write_text("\n".join(map(json.dumps, sessions)))
-    reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:4]]
-    for line in reports[:2]:
-        line["time"] += year
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, reports)))
-    assert report.RunRecords(run).summarize()["wall time"] == "0:02:30, 2 start(s)"
-    sessions = [sessions[0] | {"time": 0.0, "last_write": 2.0**36 - 1}] * 2000
-    (run / "sessions.jsonl").write_text("\n".join(map(json.dumps, sessions)))
-    assert report.RunRecords(run).summarize()["wall time"].startswith("795364 days")
 
 
 def test_report_whose_picture_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,14 +275,6 @@ def test_report_command_refuses_another_directory(capsys: pytest.CaptureFixture[
         error = capsys.readouterr().err.strip()
         assert error.startswith(f"{Path(given).absolute()}: ")
         assert error.endswith(advice)
-
-
-def test_report_of_an_invalid_config_names_the_line() -> None:
-    run = make_run("a")
-    (run / "config.yaml").write_text("[")
-    assert report.write_report(run).startswith("runs/a/config.yaml:1: ")
-    (run / "config.yaml").write_text("hyperparameters: [lr]")
-    assert report.write_report(run).startswith("runs/a/config.yaml: hyperparameters: ")
 
 
 def test_session_records_the_last_write_before_it() -> None:
@@ -368,8 +317,3 @@ def test_report_command_leaves_out_the_directory_of_a_search(
     assert Path("runs/search/report.md").read_text().startswith("# trial-0 and trial-1\n")
     assert report.main(["runs/search"]) == 2
     assert "runs/search/*" in capsys.readouterr().err
-
-
-def test_report_command_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["runs/report.md"]) == 2
-    assert "runs/report.md" in capsys.readouterr().err

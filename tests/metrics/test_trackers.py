@@ -416,22 +416,6 @@ def test_determined_trial_has_the_final_status(
     assert len(master.trials) == 1
 
 
-def test_determined_trial_of_a_fresh_run_is_another(tmp_path: Path, master: Master) -> None:
-    logger(tmp_path / "run", "determined").close()
-    (tmp_path / "run" / "tracker_id").unlink()  # as a fresh start moves it
-    logger(tmp_path / "run", "determined").close()
-    assert len(master.trials) == 2
-
-
-def test_determined_heartbeats_without_reports(
-    tmp_path: Path, master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "HEARTBEAT", 0.05)
-    opened = logger(tmp_path / "run", "determined")
-    wait_until(lambda: len(master.bodies("/api/v1/trials/{trial}", "PATCH")) > 5)
-    opened.close()
-
-
 def test_determined_shows_checkpoints_in_object_storage(
     s3: str, tmp_path: Path, master: Master
 ) -> None:
@@ -470,11 +454,6 @@ def without_package(patch: pytest.MonkeyPatch) -> str:
     return "wandb"
 
 
-def without_login(patch: pytest.MonkeyPatch) -> str:
-    patch.setenv("DET_MASTER", "http://127.0.0.1:1")
-    return "determined"
-
-
 def without_server(patch: pytest.MonkeyPatch) -> str:
     log_in(patch, "http://127.0.0.1:1")
     return "determined"
@@ -484,7 +463,6 @@ def without_server(patch: pytest.MonkeyPatch) -> str:
     ("break_tracker", "part"),
     [
         (without_package, "wandb is off, .*pip install wandb"),
-        (without_login, "determined is off, .*no login at http://127.0.0.1:1"),
         (without_server, "determined is off, .*MasterNotFoundException"),
     ],
 )

@@ -72,13 +72,6 @@ def test_steps_above_1_are_integers(key: str) -> None:
         config(**{key: 1.5})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_warmup_steps_below_1_are_a_fraction(schedule: str) -> None:
-    assert rates(200, lr_schedule=schedule, warmup_steps=0.1) == rates(
-        200, lr_schedule=schedule, warmup_steps=20
-    )
-
-
 @given(
     st.sampled_from(SCHEDULES),
     st.integers(1, 300),

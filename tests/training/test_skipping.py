@@ -106,12 +106,6 @@ def test_check_skipped_names_what_can_be_the_cause(n_deviations: float | None) -
     assert ("skip_spikes" in str(ends.value)) == (n_deviations is not None)
 
 
-def test_skip_steps_are_those_of_the_ranges() -> None:
-    config = configure(skip_steps=[(2, 3), (5, 5)])
-    assert [step for step in range(1, 8) if config.lists_step(step)] == [2, 3, 5]
-    assert not configure().lists_step(1)
-
-
 # ---- runs
 
 SHORT_WINDOW = 48
