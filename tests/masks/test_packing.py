@@ -119,14 +119,6 @@ def test_without_packing_a_sample_is_a_sequence(
         assert samples[i].targets.tolist() == targets + [IGNORE_INDEX] * (seq_len - len(targets))
 
 
-def test_packing_of_a_thousand_chats_pads_little(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).lognormal(4, 0.8, 1000).astype(int)
-    file = write(tmp_path / "a.jsonl", [{"text": "x" * (length + 1)} for length in lengths])
-    samples = pack_files([file], BYTES, 512)
-    n_tokens = sum(samples.count_terms(i) for i in range(len(samples)))
-    assert n_tokens > 0.99 * len(samples) * 512
-
-
 @pytest.mark.parametrize("tokenizer", [BYTES, LLAMA], ids=["bytes", "llama"])
 def test_loss_on_completion_targets(
     tokenizer: ByteTokenizer | FileTokenizer, tmp_path: Path
@@ -138,31 +130,6 @@ def test_loss_on_completion_targets(
     assert ids[: len(prompt)] == prompt
     assert targets(only) == [*ids[len(prompt) :], tokenizer.eos_id]
     assert targets(pack_files([file], tokenizer, 64)) == [*ids[1:], tokenizer.eos_id]
-
-
-def test_chat_with_tools_uses_the_template_for_tools(tmp_path: Path) -> None:
-    plain = "{% for each in messages %}[{{ each.role }}] {{ each.content }}</s>{% endfor %}"
-    plain += "{% if add_generation_prompt %}[assistant] {% endif %}"
-    with_tools = "{% for tool in tools %}{{ tool.function.name }}; {% endfor %}" + plain
-    templates = [
-        {"name": "default", "template": plain},
-        {"name": "tool_use", "template": with_tools},
-    ]
-    config = json.dumps(SPECIALS | {"chat_template": templates}).encode()
-    files = {TOKENIZER_JSON: LLAMA_FILE, "tokenizer_config.json": config}
-    tokenizer = FileTokenizer(files, "llama")
-    chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
-    tools = [{"type": "function", "function": {"name": "question"}}]
-    file = write(tmp_path / "a.jsonl", [{"messages": chat, "tools": tools}, {"messages": chat}])
-    samples = pack_files([file], tokenizer, 256, packing=False)
-    texts = [tokenizer.decode(samples[i].inputs) for i in range(2)]
-    assert [text.count("question") for text in texts] == [1, 0]
-    only = pack_files([file], tokenizer, 256, completion_only=True)
-    assert tokenizer.decode(targets(only)).split() == ["or", "not"] * 2
-    silent = [templates[0], {"name": "tool_use", "template": plain}]
-    config = json.dumps(SPECIALS | {"chat_template": silent}).encode()
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: .*its chat template leaves out tools"):
-        pack_files([file], FileTokenizer(files | {"tokenizer_config.json": config}, "x"), 256)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +184,6 @@ def test_chat_tool_call_needs_no_content(tmp_path: Path) -> None:
         LLAMA.decode(targets(pack_files([file], llama(calls), 64, completion_only=True)))
         == "question\n\n"
     )
-
-
-def test_chat_content_can_be_parts_of_text(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "or "}, {"type": "text", "text": "not"}]
-    found = []
-    for content in (parts, "or not"):
-        chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": content}]
-        file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-        found.append(targets(pack_files([file], LLAMA, 64, completion_only=True)))
-    assert found[0] == found[1]
-    assert LLAMA.decode(found[0]) == "or not\n\n"
 
 
 def test_nulls_that_a_table_adds_to_messages_are_left_out(tmp_path: Path) -> None:
@@ -292,22 +248,6 @@ def test_empty_replies_are_counted(record: dict[str, Any], tmp_path: Path) -> No
     assert "2 records with an empty reply, of which only the end is learned" in (data.note or "")
 
 
-def test_prompt_and_completion_can_be_messages(tmp_path: Path) -> None:
-    prompt = [
-        {"role": "user", "content": "to be"},
-        {"role": "assistant", "content": "or"},
-        {"role": "user", "content": "a"},
-    ]
-    reply = [{"role": "assistant", "content": "the question"}]
-    file = write(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": reply}])
-    assert (
-        LLAMA.decode(targets(pack_files([file], LLAMA, 256, completion_only=True)))
-        == "the question\n\n"
-    )
-    chat = write(tmp_path / "b.jsonl", [{"messages": prompt + reply}])
-    assert targets(pack_files([file], LLAMA, 256)) == targets(pack_files([chat], LLAMA, 256))
-
-
 def test_prompt_and_completion_as_texts_next_to_a_chat_template_are_noted(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "to be", "completion": " or not"}] * 3)
     note = "3 records with prompt and completion as texts, trained without the chat template"
@@ -355,18 +295,6 @@ def test_chat_template_gets_its_variables_and_always_the_same_date() -> None:
     assert (date(first), date(second)) == ("today", "today, today!")
 
 
-def test_chat_template_date_of_a_computed_format() -> None:
-    tokenizer = llama("{{ strftime_now(form) }}")
-    with pytest.raises(ConfigError) as error:
-        tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)
-    assert named_keys(error.value) >= {"tokenizer"}
-    tokenizer.template_kwargs = {"date_string": "today"}
-    assert (
-        tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)[0]
-        == "today"
-    )
-
-
 def masked_by_transformers(
     files: Mapping[str, bytes], chat: list[dict[str, Any]], folder: Path
 ) -> list[int]:
@@ -381,34 +309,6 @@ def masked_by_transformers(
     return [
         t for t, kept in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if kept
     ]
-
-
-def test_generation_tags_mark_targets_as_transformers(
-    tmp_path: Path,
-) -> None:
-    template = (
-        "<s>{% for m in messages %}"
-        "{% if m.role == 'assistant' %}{% generation %}[assistant] {{ m.content }}"
-        "</s>{% endgeneration %}"
-        "{% else %}[user] {{ m.content }}</s>{% endif %}{% endfor %}"
-    )
-    config = SPECIALS | {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
-    files = {
-        TOKENIZER_JSON: llama_tokenizer(),
-        "tokenizer_config.json": json.dumps(config).encode(),
-    }
-    contents = ["to be", "or not", "that is", "the question"]
-    chat: list[dict[str, Any]] = [
-        {"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(contents)
-    ]
-    expected = masked_by_transformers(files, chat, tmp_path)
-    tokenizer = FileTokenizer(files, "llama")
-    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    assert targets(pack_files([file], tokenizer, 256, completion_only=True)) == expected
-    chat[1]["weight"] = 0
-    file = write(tmp_path / "b.jsonl", [{"messages": chat}])
-    only_last = tokenizer.decode(targets(pack_files([file], tokenizer, 256, completion_only=True)))
-    assert only_last == "[assistant] the question\n\n"
 
 
 def trl_templates() -> list[Path]:
@@ -848,7 +748,6 @@ INVALID = {
         '{"prompt": "a", "completion": ["b"]}',
         "completion: is messages, and prompt is",
     ),
-    "surrogate": ('{"text": "\\ud800"}', "'text' is not valid Unicode: character 0 "),
     "surrogate-chat": (
         '{"messages": [{"role": "user", "content": "\\ud800"}]}',
         "'messages' is not valid Unicode: character 10 ",
@@ -863,34 +762,15 @@ INVALID = {
         "messages[1]: contnt: not read",
     ),
     "content-number": ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: content"),
-    "content-list": ('{"messages": [{"role": "user", "content": [5]}]}', "messages[0]: content"),
     "sharegpt-role": ('{"conversations": [{"from": "dog", "value": "a"}]}', 'role is "dog"'),
-    "sharegpt-turn": ('{"conversations": [{"text": "a"}]}', "conversations[0]"),
     "sharegpt-list": ('{"conversations": {}}', "conversations is {}"),
     "weight": (
         '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
         "messages[0]: weight is 0.5",
     ),
-    "weight-user": (
-        '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
-        "messages[0]: weight is 1;",
-    ),
-    "completion-object": (
-        '{"prompt": [{"role": "user", "content": "a"}], "completion": {"b": "c"}}',
-        "completion[0]: b: not read",
-    ),
     "parts": (
         '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}',
         'messages[0]: content has {"type": "image_url"',
-    ),
-    "parts-key": (
-        '{"messages": [{"role": "user", "content": [{"type": "text", "value": "a"}]}]}',
-        'messages[0]: content has {"type": "text", "value": "a"}',
-    ),
-    "parts-mask": (
-        '{"messages": [{"role": "user",'
-        ' "content": [{"type": "text", "text": "a", "train": false}]}]}',
-        "messages[0]: content has",
     ),
     "template": ('{"messages": [{"role": "cat", "content": ""}]}', "no such role: cat"),
     "arguments": (
@@ -909,10 +789,6 @@ INVALID = {
     "tools-text": (
         '{"messages": [{"role": "user", "content": "a"}], "tools": "f(x)"}',
         'tools: "f(x)"',
-    ),
-    "tools-name": (
-        '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}',
-        'tools: {"type": "function"}',
     ),
     "tools-schema": (
         '{"messages": [{"role": "user"}], "tools": [{"name": "f", "parameters": [1]}]}',
@@ -998,7 +874,6 @@ def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
     ("name", "content", "advice"),
     [
         ("a.csv", "prompt,completion", r"'DIRECTORY/\*\*/\*.jsonl'"),
-        ("README.md", "# Chats", r"'DIRECTORY/\*\*/\*.jsonl'"),
         ("a.json", '{\n"train": []}', "each line must be one JSON object"),
         ("a.jsonl", "// of the web\n{}", "JSON has no comments"),
         ("a.jsonl", "{'text': 'a'}", "strings only in double quotes"),
@@ -1017,14 +892,6 @@ def test_json_array_with_a_mistake_is_named_by_its_line(second: str, tmp_path: P
     rules = "line [34], .*; JSON has no comments, no comma before "
     with pytest.raises(ConfigError, match=rules):
         pack_files([file], BYTES, 8)
-
-
-def test_json_error_has_one_line_number(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "ok"}\n{"text": x}\n')
-    with pytest.raises(ConfigError, match=f"^{file}:2: .*character 10;") as error:
-        pack_files([file], BYTES, 8)
-    assert not re.search(r"line \d", str(error.value))
 
 
 def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
@@ -1054,12 +921,6 @@ def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": ANSWER}])
     with pytest.raises(ConfigError, match="not a valid Jinja template: line 2: "):
         pack_files([file], llama("\n{% for m in messages %}"), 64)
-
-
-def test_chat_without_the_assistant_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "to be"}]}])
-    with pytest.raises(ConfigError, match=r"messages: .* only of user, .*; remove the line"):
-        pack_files([file], LLAMA, 64, completion_only=True)
 
 
 def test_jsonl_truncated_or_without_targets_is_refused(tmp_path: Path) -> None:

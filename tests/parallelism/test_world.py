@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType, MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -424,44 +424,6 @@ def test_watchdog_names_the_rank_that_was_waited_for(
     expected = rf"^rank 1 \(last completed step 0\): {part}"
     with pytest.raises(RunError, match=expected), Watchdog(client, rank=1, size=2, timeout=8):
         raise error
-
-
-def interrupt(method: MethodType, n_lines: int, other: Callable[[], Any]) -> list[Any]:
-    """Call `other`, as another thread may, after `n_lines` lines of `method`.
-
-    Return the result of `other`, if the method has so many lines, and that of the method.
-    """
-    results = []
-    left = iter(range(n_lines))
-
-    def trace(frame: FrameType, event: str, _argument: object) -> Any:
-        if frame.f_code is not method.__func__.__code__:
-            return None
-        if event == "line" and next(left, None) is None and not results:
-            results.append(other())
-        return trace
-
-    sys.settrace(trace)
-    try:
-        result = method()
-    finally:
-        sys.settrace(None)
-    return [*results, result]
-
-
-@pytest.mark.parametrize("n_lines", range(8))
-def test_pause_is_found_at_any_moment_of_its_measurement(n_lines: int) -> None:
-    def paused() -> Watchdog:
-        watched = Watchdog(dist.HashStore(), rank=1, size=2, timeout=8)
-        watched._last_look = time.monotonic() - 60
-        return watched
-
-    watched = paused()
-    pause, *_ = interrupt(watched._measure_pause, n_lines, watched._recent_long_pause)
-    assert pause is not None
-    watched = paused()
-    *_, pause = interrupt(watched._recent_long_pause, n_lines, watched._measure_pause)
-    assert pause is not None
 
 
 def test_pause_explains_failures_until_the_ranks_complete_a_step_after_it() -> None:
