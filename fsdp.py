@@ -286,6 +286,8 @@ class Trainer:
         self.logger = logger
         self.step = 0
         """completed steps"""
+        self.data_start = 0
+        """those before its data: a branch reads other data from their first sample"""
         self.stopping = False
         """whether the ranks have agreed to stop: after this step, or in an evaluation"""
         self.stop_reason: str | None = None
@@ -364,6 +366,7 @@ class Trainer:
             begin = partial(self.store.begin, run.begins_with, fresh=run.resume_plan.fresh)
             self.world.run_in_thread_on_rank0(begin)
         self.step = progress.step
+        self.data_start = progress.data_start
         if run.trains:
             self.validation_loss = progress.validation_loss
             self.sampled = progress.sampled
@@ -407,7 +410,7 @@ class Trainer:
 
     def train_steps(self, profiler_step: Callable[[], None] | None) -> None:
         """The training loop. `profiler_step` tells PyTorch's profiler that a step has ended."""
-        batches = self.loader.training(self.step)
+        batches = self.loader.training(self.step - self.data_start)
         # `setup_environment` disabled automatic collection, which would stop the ranks at
         # different times. `report` collects, and need not look at what exists now.
         gc.freeze()
@@ -686,6 +689,7 @@ class Trainer:
                 tokens=self.step * self.run.tokens_per_step,
                 validation_loss=self.validation_loss,
                 sampled=self.sampled,
+                data_start=self.data_start,
                 dataset_state=dataset_state,
                 metric_sums=self.world.all_gather_object(metric_sums),
             )

@@ -40,7 +40,7 @@ from lm.inputs import (
     resolve_seed,
 )
 from lm.launch.console import announce
-from lm.launch.launch import exit_code_of_stop, is_restart, launch_ids
+from lm.launch.launch import exit_code_of_stop, launch_ids, restart_ids
 from lm.launch.machine import usable_cores
 from lm.memory import MemoryCheck, check_memory
 from lm.metrics.device import peak_flops
@@ -142,7 +142,8 @@ class ResolvedRun:
         if not self.trains:
             return None
         metrics = None if self.run_dir is None else self.run_dir.metrics
-        return describe_lost_progress(self.resume_plan, is_restart(os.environ), metrics)
+        is_restart = len(restart_ids(os.environ)) > 0
+        return describe_lost_progress(self.resume_plan, is_restart, metrics)
 
     @property
     def sample_rate(self) -> int | None:
@@ -316,7 +317,7 @@ class ResolvedRun:
             assert isinstance(self.data.train, SampledSource)
             passes = zip(hp.data.train_data, self.data.train.passes(self.max_steps), strict=True)
             read = [f"{name} {format_number(n)} times" for name, n in passes]
-            epoch = f"reads {', '.join(read)}"
+            epoch = f"{format_number(self.max_steps)} steps read {', '.join(read)}"
         ranks = f"{world.size} x {world.device.type}"
         step = f"{self.global_batch_size} x {hp.model.max_seq_len} tokens per step"
         return f"{parameters}, {hp.parallel.sharding} over {ranks}, {dtype}; {step}, {epoch}"
@@ -355,7 +356,7 @@ def preflight(
         hp.checkpoint.resume,
         start.checkpoint,
         store,
-        is_restart(os.environ),
+        restart_ids(os.environ),
         hp.checkpoint.init_from,
         launch_ids(os.environ),
     )

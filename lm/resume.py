@@ -63,6 +63,8 @@ FIXED = keys_that_are("fixed", FIELDS)
 UNLOGGED = keys_that_are("unlogged", FIELDS)
 DATA = {"dataset", "train_data", "fields", "chat_template", "attend_across_documents", "shuffle"}
 """Keys that decide which samples are read, in which a branch can differ."""
+ORDER = {"train_data", "shuffle"}
+"""Those of them that say other samples, or another order: a branch then starts at the first one."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def plan_resume(
     resume: str,
     init_checkpoint: str | None,
     store: CheckpointStore,
-    restarted: bool,
+    restarted: Mapping[str, str],
     init_from: str | None = None,
     launch: Mapping[str, str] | None = None,
 ) -> ResumePlan:
@@ -98,8 +100,8 @@ def plan_resume(
     Args:
         resume: the hyperparameter.
         init_checkpoint: the value of `init_from`, if it names a checkpoint.
-        restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
-            one.
+        restarted: the `restart_ids` of this start. A launcher's restart resumes from the newest
+            checkpoint of the run if it has one.
         init_from: the hyperparameter.
         launch: the `launch_ids` of this start.
 
@@ -111,7 +113,10 @@ def plan_resume(
     state = store.read_state() or RunState()
     begins_with = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
     # A restart whose first attempt failed before it recorded its start is a first start, too.
-    is_later_attempt = restarted and (state.resume is None or _has_begun(begins_with, state))
+    is_same_start = resume == state.resume and not restarted.items().isdisjoint(
+        state.launch.items()
+    )
+    is_later_attempt = len(restarted) > 0 and (state.resume is None or is_same_start)
     fresh = resume != "auto" and not is_later_attempt
     if not fresh:
         with _weights_as_remedy(store):
@@ -134,12 +139,6 @@ def plan_resume(
     if init_checkpoint is None:
         return plan
     return replace(plan, init_candidates=(_locate("init_from", init_checkpoint, store),))
-
-
-def _has_begun(start: RunState, recorded: RunState) -> bool:
-    """Return whether what is recorded is an earlier attempt of `start`, and not another start."""
-    has_common_launcher = not start.launch.items().isdisjoint(recorded.launch.items())
-    return recorded.resume == start.resume and has_common_launcher
 
 
 @contextmanager
@@ -374,7 +373,7 @@ def describe_lost_progress(plan: ResumePlan, restarted: bool, metrics: Path | No
     """Return a line if a run starts at step 0 that has been started before.
 
     Args:
-        restarted: see `plan_resume`.
+        restarted: a launcher restarts it.
         metrics: the run's reports; None on a cluster.
     """
     if plan.resume_candidates or plan.fresh:
@@ -405,6 +404,12 @@ def _resume_from(
         log(f"changed: {make_printable(change)}")
     jump = compare_learning_rates(location, manifest, run_info)
     late = too_late_to_skip(location, manifest, run_info)
+    progress = manifest
+    if not changes.keys().isdisjoint(ORDER):
+        progress = manifest.model_copy(update={"dataset_state": None, "data_start": manifest.step})
+    if progress.data_start > 0 and run_info.hyperparameters.get("max_epochs") is not None:
+        problem = "counts passes over one dataset, and the run has read another one"
+        raise ConfigError(f"max_epochs: {problem} up to step {progress.data_start}; use max_steps")
     parts = dict(state)
     if not manifest.loss_scaled:
         del parts["scaler"]
@@ -422,9 +427,7 @@ def _resume_from(
     for first, last in late:
         remedy = f"to skip all of it, resume from a checkpoint before step {first}"
         log(f"skip_steps: [{first}, {last}] starts too late; {remedy} (resume=CHECKPOINT)")
-    if "train_data" in changes:  # a stream of others starts at its first document
-        return manifest.model_copy(update={"dataset_state": None})
-    return manifest
+    return progress
 
 
 def too_late_to_skip(

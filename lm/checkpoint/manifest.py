@@ -116,6 +116,9 @@ class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
     sampled: bool = Field(
         default=False, description="whether the sample that is due at this step was logged"
     )
+    data_start: Count = Field(
+        default=0, description="steps completed when its data were begun, before on other data"
+    )
     dataset_state: list[StreamState] | None = Field(
         default=None, description="streamed dataset: its state, by rank"
     )

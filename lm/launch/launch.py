@@ -145,24 +145,38 @@ class Launch:
             return _with_rendezvous(launch, env)
 
 
-def is_restart(env: Mapping[str, str]) -> bool:
-    """Return whether this run is restarted by torchrun or Determined, or requeued by Slurm."""
-    values_of_first_start = {
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "SLURM_RESTART_COUNT": 0,
-        "DET_TRIAL_RUN_ID": 1,
-    }
-    for name, first in values_of_first_start.items():
-        value = env.get(name, "")
-        if value.isdigit() and int(value) > first:
-            return True
-    return False
+class _Attempts(NamedTuple):
+    """How a launcher numbers the attempts of one start."""
+
+    number: str
+    first: int
+    start: str
+    """variable that all attempts of a start have in common"""
+
+
+_ATTEMPTS = (
+    _Attempts("TORCHELASTIC_RESTART_COUNT", 0, "TORCHELASTIC_RUN_ID"),
+    _Attempts("SLURM_RESTART_COUNT", 0, "SLURM_JOB_ID"),
+    _Attempts("DET_TRIAL_RUN_ID", 1, "DET_TRIAL_ID"),
+)
 
 
 def launch_ids(env: Mapping[str, str]) -> dict[str, str]:
     """Return what all attempts of this start have in common, by the launchers' variables."""
-    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-    return {name: env[name] for name in names if name in env}
+    return {each.start: env[each.start] for each in _ATTEMPTS if each.start in env}
+
+
+def restart_ids(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the `launch_ids` of the launchers that restart this run; {} = it is a first start.
+
+    torchrun and Determined restart it, and Slurm requeues it.
+    """
+    ids: dict[str, str] = {}
+    for each in _ATTEMPTS:
+        number = env.get(each.number, "")
+        if number.isdigit() and int(number) > each.first:
+            ids[each.start] = env.get(each.start, "")
+    return ids
 
 
 def exit_code_of_stop(env: Mapping[str, str]) -> int:

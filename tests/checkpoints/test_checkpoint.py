@@ -136,7 +136,7 @@ def test_resume_refuses_another_directory(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     config = CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")})
     with pytest.raises(ConfigError, match=f"^resume: {tmp_path}/runs: neither a checkpoint"):
-        plan_resume(config.resume, config.init_from, LocalCheckpoints(tmp_path), restarted=False)
+        plan_resume(config.resume, config.init_from, LocalCheckpoints(tmp_path), restarted={})
 
 
 def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> No
         config = CheckpointConfig.model_validate({key: where})
         store = LocalCheckpoints(tmp_path / "runs" / "new" / "checkpoints")
         with pytest.raises(ConfigError, match=f"^{key}: {part}"):
-            plan_resume(config.resume, config.init_from, store, restarted=False)
+            plan_resume(config.resume, config.init_from, store, restarted={})
 
 
 @pytest.mark.parametrize(

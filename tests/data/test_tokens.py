@@ -143,7 +143,7 @@ def test_run_says_how_often_it_reads_each_directory(tmp_path: Path) -> None:
     config = TINY | {"dataset": "tokens", "train_data": {"../a": 3, "../b": 1}}
     config |= {"vocab_size": 300, "max_seq_len": 4, "total_batch_size": 4, "max_steps": 4}
     printed = run_fsdp(tmp_path / "run", "--dry-run", config=config, code=0).stdout
-    assert "reads ../a 1 times, ../b 0.5 times" in printed
+    assert "steps read ../a 1 times, ../b 0.5 times" in printed
 
 
 def test_directories_of_one_name_are_separate_validation_sets(tmp_path: Path) -> None:

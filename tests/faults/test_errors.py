@@ -55,7 +55,7 @@ def test_invalid_file_name_in_a_hyperparameter_is_refused(
             return open_data(DataConfig.model_validate(hyperparameters), 300, 8, 1, 0)
         nothing = LocalCheckpoints(Path("nothing"))
         config = CheckpointConfig.model_validate(hyperparameters)
-        return plan_resume(config.resume, config.init_from, nothing, restarted=False)
+        return plan_resume(config.resume, config.init_from, nothing, restarted={})
 
     with pytest.raises(ConfigError, match="File name too long") as refused:
         use()

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from lm.errors import ConfigError
 from lm.launch import machine
 from lm.launch.console import record_error
-from lm.launch.launch import Launch, is_rank0, is_restart, launcher_pid
+from lm.launch.launch import Launch, is_rank0, launcher_pid, restart_ids
 from lm.launch.machine import has_gpu
 from lm.launch.requirements import check_requirements
 from lm.launch.signals import STOP_SIGNALS
@@ -292,10 +292,16 @@ def test_launch_of_any_environment_is_valid_or_refused(changes: dict[str, str]) 
 
 
 def test_launch_recognizes_a_restart() -> None:
-    for restart in ("TORCHELASTIC_RESTART_COUNT=2", "SLURM_RESTART_COUNT=1", "DET_TRIAL_RUN_ID=3"):
-        assert is_restart(variables(restart))
+    ids = "TORCHELASTIC_RUN_ID=a SLURM_JOB_ID=7 DET_TRIAL_ID=1 "
+    restarts = {
+        "TORCHELASTIC_RESTART_COUNT=2 SLURM_RESTART_COUNT=0": {"TORCHELASTIC_RUN_ID": "a"},
+        "SLURM_RESTART_COUNT=1": {"SLURM_JOB_ID": "7"},
+        "DET_TRIAL_RUN_ID=3": {"DET_TRIAL_ID": "1"},
+    }
+    for restart, found in restarts.items():
+        assert restart_ids(variables(ids + restart)) == found
     for first in ("", "TORCHELASTIC_RESTART_COUNT=0 DET_TRIAL_RUN_ID=1", "DET_TRIAL_RUN_ID=x"):
-        assert not is_restart(variables(first))
+        assert restart_ids(variables(ids + first)) == {}
 
 
 def test_torchrun_report_shows_every_line_of_the_error(

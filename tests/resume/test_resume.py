@@ -337,6 +337,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def attempt(number: int, folder: Path, *overrides: str, launch: str = "a") -> str:
     """Start a run as torchrun does, first or after a failure; return what it prints."""
     env: dict[str, Any] = {"TORCHELASTIC_RUN_ID": launch, "TORCHELASTIC_RESTART_COUNT": str(number)}
+    env["SLURM_JOB_ID"] = "7"  # several starts in one allocation
     return run_fsdp(folder, *overrides, code=0, **env).stdout
 
 
@@ -538,11 +539,14 @@ def test_decay_that_branches_equals_a_complete_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> None:
-    for name, word in {"a": "one two ", "b": "three ", "val": "four "}.items():
-        (tmp_path / f"{name}.txt").write_text(word * 300)
+    for name in ("a", "b", "val"):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}{i * i} " for i in range(400)))
     of_text = {"dataset": "text", "tokenizer": "bytes", "max_seq_len": 16, "vocab_size": 257}
-    config = RUN | of_text | {"val_data": f"{tmp_path}/val.txt", "report_rate": 1}
-    stable, branch, killed = (tmp_path / name for name in ("stable", "branch", "killed"))
+    config = RUN | of_text | {"val_data": f"{tmp_path}/val.txt", "report_rate": 1, "dropout": 0.0}
+    config["lr"] = 1e-30  # so that a loss tells which samples were read
+    stable, branch, killed, new = (
+        tmp_path / name for name in ("stable", "branch", "killed", "new")
+    )
     run_fsdp(stable, f"train_data={tmp_path}/a.txt", "max_steps=4", config=config, code=0)
     checkpoint = checkpoints_by_step(stable)[4]
     decay = ["lr_schedule=wsd", "decay_steps=3", "max_steps=7", f"train_data={tmp_path}/b.txt"]
@@ -554,6 +558,11 @@ def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> 
     metrics = read_exact_metrics(branch)
     assert sorted(metrics) == [5, 6, 7]
     assert metrics[7]["lr"] < metrics[5]["lr"]
+    run_fsdp(new, *decay, config=config, code=0)
+    from_first_sample = read_exact_metrics(new)
+    assert [metrics[step]["loss"] for step in (5, 6, 7)] == [
+        from_first_sample[step]["loss"] for step in (1, 2, 3)
+    ]
     optimizer = load_file(next(checkpoints_by_step(branch)[7].glob("optim-*")))
     assert {value.item() for name, value in optimizer.items() if name.endswith("step")} == {7.0}
 
@@ -561,6 +570,9 @@ def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> 
     resumed = run_fsdp(killed, *decay, config=config, code=0)
     assert "changed: train_data" not in resumed.stdout
     assert read_exact_metrics(killed) == metrics
+    epochs = ["max_steps=null", "max_epochs=1"]
+    refused = run_fsdp(killed, *decay, *epochs, config=config, code=2)
+    assert "max_epochs" in refused.stderr
 
 
 @pytest.mark.parametrize(

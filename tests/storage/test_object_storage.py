@@ -371,7 +371,7 @@ def test_find_checkpoint_downloads_a_url(two_machines: TwoMachines) -> None:
 def test_plan_resume_accepts_a_url(two_machines: TwoMachines, key: str) -> None:
     url = f"{two_machines.url}/checkpoints/{two_machines.uuids[2]}"
     config = CheckpointConfig.model_validate({key: url})
-    plan = plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted=False)
+    plan = plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted={})
     assert (plan.resume_candidates or plan.init_candidates) == (UrlLocation(url),)
 
 
@@ -778,7 +778,7 @@ def test_checkpoint_storage_url_that_is_mistyped(
     ):
         config = CheckpointConfig.model_validate({key: url})
         with pytest.raises(ConfigError, match=f"^{key}: {part}"):
-            plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted=False)
+            plan_resume(config.resume, config.init_from, NO_CHECKPOINTS, restarted={})
     assert command.main(["list", typo]) == 2
     assert capsys.readouterr().err.startswith(f"{typo}: neither a checkpoint")
 

@@ -196,7 +196,7 @@ def test_store_loads_a_checkpoint_of_another_run(kind: str, place: Path, tmp_pat
             location = other.store.locate(save_toy(other, world, 7))
         config = CheckpointConfig.model_validate({"init_from": str(tmp_path / "other")})
         with opened(kind, place, world) as checkpointer:
-            plan = plan_resume(config.resume, config.init_from, checkpointer.store, restarted=False)
+            plan = plan_resume(config.resume, config.init_from, checkpointer.store, restarted={})
             assert plan.init_candidates == (location,)
             assert is_filled_with(loaded(checkpointer, location), 7)
 
@@ -244,7 +244,7 @@ def test_store_resumes_the_one_before_a_damaged_one(
             else:
                 remove(store, second, MANIFEST)
             model = toy_model(-1)
-            plan = plan_resume("auto", None, store, restarted=False)
+            plan = plan_resume("auto", None, store, restarted={})
             state = {"model": model.state_dict(), "scaler": {}, "spikes": {}}
             load_checkpoint(plan, checkpointer, state, RUN_INFO, log.append)
             assert is_filled_with(model, 10)
@@ -273,7 +273,7 @@ def test_store_with_weights_only_is_a_start_and_no_resume(kind: str, place: Path
             else:
                 remove(store, name, OPTIM_SHARDS[0])
                 with pytest.raises(ConfigError, match=f"init_from={store.locate(name)} ") as lost:
-                    plan_resume("auto", None, store, restarted=False)
+                    plan_resume("auto", None, store, restarted={})
                 assert f"{OPTIM_SHARDS[0]}: missing" in str(lost.value)
             location = store.locate(name)
             model = toy_model(-1)
@@ -303,20 +303,20 @@ def test_store_that_lost_all_checkpoints_is_an_error(kind_off_cluster: str, plac
     def lose(world: World) -> None:
         with opened(kind_off_cluster, place, world, keep=None) as checkpointer:
             store = checkpointer.store
-            assert not plan_resume("auto", None, store, restarted=False).resume_candidates
+            assert not plan_resume("auto", None, store, restarted={}).resume_candidates
             names = [save_toy(checkpointer, world, step) for step in (1, 2)]
             for name in names:
                 remove(store, name, MANIFEST)
             with pytest.raises(CheckpointError) as lost:
-                plan_resume("auto", None, store, restarted=False)
+                plan_resume("auto", None, store, restarted={})
             assert all(name in str(lost.value) for name in names)
             for name, file in itertools.product(names, (WEIGHTS, OPTIM_SHARDS[0], "metadata.json")):
                 remove(store, name, file)
             with pytest.raises(
                 RunError, match="resume=fresh"
             ):  # all deleted: not silently a new run
-                plan_resume("auto", None, store, restarted=False)
-            assert plan_resume("fresh", None, store, restarted=False).fresh
+                plan_resume("auto", None, store, restarted={})
+            assert plan_resume("fresh", None, store, restarted={}).fresh
 
     in_world(lose)
 
@@ -342,9 +342,9 @@ def test_store_whose_checkpoints_were_deleted_is_an_error(
         with opened(kind_off_cluster, place, world, keep) as checkpointer:
             store = checkpointer.store
             with pytest.raises(ConfigError, match="deleted; resume=fresh"):
-                plan_resume("auto", None, store, restarted=False)
+                plan_resume("auto", None, store, restarted={})
             store.begin(RunState(), fresh=True)  # as resume=fresh does
-            assert not plan_resume("auto", None, store, restarted=False).resume_candidates
+            assert not plan_resume("auto", None, store, restarted={}).resume_candidates
 
     in_world(lose)
 
@@ -366,14 +366,14 @@ def test_store_whose_first_save_was_killed_starts_anew(
                 save_toy(checkpointer, world, 1)
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
-            plan = plan_resume("auto", None, store, restarted=False)
+            plan = plan_resume("auto", None, store, restarted={})
             assert len(plan.resume_candidates) == (moment == "after")
             if moment == "after":
                 state = {"model": toy_model(-1).state_dict(), "scaler": {}, "spikes": {}}
                 load_checkpoint(plan, checkpointer, state, RUN_INFO, lambda _: None)
                 delete_all(store)
                 with pytest.raises(ConfigError, match="resume=fresh"):
-                    plan_resume("auto", None, store, restarted=False)
+                    plan_resume("auto", None, store, restarted={})
 
     in_world(kill_first)
 
@@ -437,7 +437,7 @@ def test_store_forgets_a_first_save_that_failed(
             patch.setattr(checkpointer_module, "write_manifest", fail)
             with pytest.raises(RunError, match="No space left"):
                 save_toy(checkpointer, world, 1)
-            plan = plan_resume("auto", None, checkpointer.store, restarted=False)
+            plan = plan_resume("auto", None, checkpointer.store, restarted={})
             assert not plan.resume_candidates
 
     in_world(save_on_a_full_disk)
@@ -476,7 +476,7 @@ def test_store_knows_the_start_whose_move_was_killed(
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
             for resume in ("auto", str(old)):
-                plan = plan_resume(resume, None, store, restarted=False)
+                plan = plan_resume(resume, None, store, restarted={})
                 (found,) = plan.resume_candidates
                 assert is_filled_with(loaded(checkpointer, found), 1)
                 assert (place / "metrics.jsonl").exists() == (found == old)
