@@ -49,11 +49,6 @@ def test_sampler_position_does_not_depend_on_earlier_reads() -> None:
     assert samples != [other[i] for i in range(3 * MIXTURE_BLOCK)]
 
 
-def test_mixture_datasets_alternate_within_a_block() -> None:
-    order = Sampler([100, 100], [1, 1], seed=0, shuffle=False)
-    assert 8 < sum(order[position][0] for position in range(40)) < 32
-
-
 def test_mixture_weight_too_small_for_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"^train_data: .*1e-05 .*{MIXTURE_BLOCK}"):
         Sampler([1, 1], [1, 1e-5], seed=0, shuffle=True)
