@@ -153,7 +153,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rejected: the reply is empty",
     ),
     "no-prompt": ({"chosen": "A", "rejected": "B"}, "the line has the keys: chosen, rejected"),
-    "empty-prompt": ({"prompt": [], "chosen": "A", "rejected": "B"}, "prompt is []"),
     "dialogs-as-json": (
         {"chosen": chat("Q", "A"), "rejected": json.dumps(chat("Q", "B"))},
         "rejected is a text, and the record names no prompt",
@@ -163,10 +162,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "prompt: is a list of objects as JSON text",
     ),
     "equal": ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "chosen and rejected: the replies"),
-    "equal-dialogs": (
-        {"chosen": chat("Q", "A"), "rejected": chat("Q", "A")},
-        "chosen and rejected: 2 of 2 and 2 messages",
-    ),
     "other-prompts": (
         {"chosen": chat("Q", "A"), "rejected": chat("P", "B")},
         "chosen and rejected: 0 of 2 and 2 messages",
@@ -187,25 +182,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": chat("Q", "A"), "chosen": "A", "rejected": "B"},
         "prompt[1]: the prompt ends with a reply",
     ),
-    "dialogs-after-a-reply": (
-        {"chosen": [*chat("Q", "P"), QA_REPLY], "rejected": [*chat("Q", "P"), QB_REPLY]},
-        "chosen[1]: the prompt ends with a reply",
-    ),
-    "messages-with-the-reply": (
-        {"messages": chat("Q", "A"), "chosen": "A", "rejected": "B"},
-        "the line has the keys: messages, chosen, rejected",
-    ),
     "generations": (
         {"prompt": "Q", "chosen": "A", "rejected": "B", "generations": ["A", "B", "C"]},
         "generations: not read",
     ),
-    "no-list": ({"prompt": chat("Q"), "chosen": [1], "rejected": "B"}, "chosen[0] is 1"),
-    "text-and-messages": (
-        {"prompt": "Q", "chosen": "A", "rejected": chat("B", start="assistant")},
-        "rejected: is messages, and prompt is a text",
-    ),
     "number": ({"prompt": "Q", "chosen": 1, "rejected": "B"}, "'chosen' is 1"),
-    "texts": ({"prompt": chat("Q"), "chosen": "A", "rejected": ["B", "C"]}, "rejected[0] is"),
     "weight": (
         {"prompt": chat("Q"), "chosen": [QA_REPLY | {"weight": 0}], "rejected": "B"},
         "chosen[0]: weight is read only in messages",

@@ -329,14 +329,11 @@ OTHER_KEYS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
         "label",
         {"prompt": "prompt", "completion": "completion"},
     ),
-    "system of a text": ({"text": "T", "system": "S"}, "system", {"text": "text"}),
-    "tools of a text": ({"text": "T", "tools": ["f"]}, "tools", {"text": "text"}),
-    "one key": ({"content": "T"}, "the line has the keys: content", {"text": "content"}),
     "a word of YAML": ({"No": "T"}, "the line has the keys: No", {"text": "No"}),
     "an odd key": ({"le texte": "T"}, "the line has the keys: le texte", {"text": "le texte"}),
 }
 # Marks of what is learned, which other trainers read of a record.
-for key in ("loss_mask", "mask", "weights", "unmask", "mask_history", "train", "weight", "label"):
+for key in ("loss_mask", "weight", "label"):
     OTHER_KEYS[key] = ({"messages": chat(), key: 0}, key, {"messages": "messages"})
 
 
@@ -429,9 +426,7 @@ def test_the_fields_to_set_are_those_of_the_kind() -> None:
     assert found == [rendered(CHAT), rendered(REJECTED)]
 
 
-MASKS = ["train", "training", "loss", "loss_weight", "loss_scale", "step_loss_mask", "trainable"]
-MASKS += ["masked", "mask", "loss_mask", "train_detail", "learn", "compute_loss", "weights"]
-MASKS += ["Train_On", "ignore_loss"]
+MASKS = ["train", "loss_weight", "step_loss_mask", "masked", "weights", "Train_On"]
 
 
 @pytest.mark.parametrize("key", MASKS)

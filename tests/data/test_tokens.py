@@ -310,16 +310,6 @@ def test_token_file_is_verified_once_until_it_changes(
         check_token_files(prepared)
 
 
-def test_cache_directory_that_cannot_be_searched(
-    prepared: tuple[WindowDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))  # an error also for root
-    check_token_files(prepared)
-    flip(tmp_path / "train.bin")
-    with pytest.raises(ConfigError, match=r"train.bin: damaged"):
-        check_token_files(prepared)
-
-
 def test_ids_that_the_model_does_not_have_are_found_before_step_1(tmp_path: Path) -> None:
     checksum = google_crc32c.value(np.array([1, 2, 299, 3, 4], "uint16").tobytes())
     path = write(tmp_path, [1, 2, 299, 3, 4], crc32c=checksum)
