@@ -111,22 +111,16 @@ def test_resume_skips_a_damaged_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "part"),
-    [(flip_in_shard, "checksum"), (remove_manifest, "manifest.json: No such file")],
-)
-def test_resume_names_all_damaged_checkpoints(
-    damage: Callable[[Path], None], part: str, stopped: Path
-) -> None:
+def test_resume_names_all_damaged_checkpoints(stopped: Path) -> None:
     before = (stopped / "runs/test/metrics.jsonl").read_bytes()
     folders = checkpoints_by_step(stopped)
     for path in folders.values():
-        damage(path)
+        flip_in_shard(path)
     done = run_fsdp(stopped, config=RUN, code=1)
     *lines, advice = done.stderr.splitlines()
     assert len(lines) == 3
     for path in folders.values():
-        assert sum(path.name in line and part in line for line in lines) == 1
+        assert sum(path.name in line and "checksum" in line for line in lines) == 1
     assert "resume" in advice
     assert "fresh" in advice
     assert (stopped / "runs/test/metrics.jsonl").read_bytes() == before

@@ -142,13 +142,6 @@ def test_load_names_a_missing_file(name: str, victim: Path) -> None:
     assert refusal(victim).startswith(f"{victim / name}: ")
 
 
-def test_verify_names_a_file_that_vanishes(victim: Path) -> None:
-    manifest = read_manifest(victim)
-    (victim / SHARDS[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{SHARDS[1]}: missing"):
-        verify(victim, manifest)
-
-
 def test_load_refuses_a_directory_without_a_manifest(victim: Path) -> None:
     (victim / MANIFEST).unlink()
     assert refusal(victim).endswith(f"{MANIFEST}: No such file or directory")
@@ -335,24 +328,17 @@ def test_read_manifest_refuses_malformed_json(text: bytes, victim: Path) -> None
     [
         ("step", -1),
         ("step", 10**400),
-        ("step", 2**63 - 1),
         ("metric_sums", [{"loss_sum": 1e308}] * 3),
         ("metric_sums", [{"n_taken": 2, "n_steps": 2}]),
-        ("metric_sums", [{"n_taken": 0.5, "n_terms": 1}]),
-        ("metric_sums", [{"n_tokens": 1e308}]),
         ("metric_sums", [{"n_steps": -1}]),
         ("dataset_state", [{"streams": [{}], "turn": "x"}]),
         ("dataset_state", [{"streams": [{"read": -1}], "turn": 0}]),
-        ("dataset_state", [{"streams": [{"token": 0.5, "dataset": {}}], "turn": 0}]),
         ("dataset_state", [{"turn": 0}]),
         ("tokens", 2**63),
-        ("time", 1e308),
-        ("time", float("inf")),
         ("time", float("nan")),
         ("world_size", 0),
         ("validation_loss", float("nan")),
         ("files", {SHARDS[0]: {"bytes": 10**400, "crc32c": 0}}),
-        ("files", {SHARDS[0]: {"bytes": 1, "crc32c": 2**32}}),
         ("more", 1),
         ("model", {"n_positions": True}),
         ("model", {"d_model": "\0"}),

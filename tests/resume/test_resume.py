@@ -21,12 +21,11 @@ from lm import sampling, strict_yaml
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.errors import ConfigError
-from lm.resume import describe_jump, require_same_run
+from lm.resume import require_same_run
 from lm.runtime.world import World
 from lm.tasks.scoring import Scorer
-from lm.training.optim import OptimConfig
 from tests.support import PATIENCE
-from tests.support.checkpoints import RUN_INFO, copy_with_hyperparameters, forge_manifest
+from tests.support.checkpoints import RUN_INFO, copy_with_hyperparameters
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
@@ -108,15 +107,12 @@ def test_resume_may_change_amp_dtype(before: str, after: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
-def test_sigterm_and_sigusr2_save_and_resume_exactly(
-    signum: signal.Signals, reference: Path, tmp_path: Path
-) -> None:
+def test_sigusr2_saves_and_resumes_exactly(reference: Path, tmp_path: Path) -> None:
     process = start_fsdp(tmp_path, "checkpoint_rate=1000", ranks=2, config=RUN)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("training"):
-            process.send_signal(signum)
+            process.send_signal(signal.SIGUSR2)
             break
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
@@ -428,12 +424,6 @@ def test_start_whose_weights_cannot_be_loaded_is_forgotten(two_steps: Path, tmp_
     assert not (tmp_path / "runs").exists()
 
 
-def test_start_at_step_0_of_a_run_with_reports_says_so(tmp_path: Path) -> None:
-    for expected in (False, True):
-        started = run_fsdp(tmp_path, "report_rate=1", script=KILL_IN_STEP, code=-signal.SIGKILL)
-        assert ("reports of 1 steps, but no checkpoint" in started.stdout) == expected
-
-
 def test_start_whose_checkpoint_is_gone_is_refused(two_steps: Path, tmp_path: Path) -> None:
     shutil.copytree(two_steps / "runs" / "test", tmp_path / "source")
     resume = f"resume={tmp_path / 'source'}"
@@ -497,7 +487,7 @@ def test_resume_from_another_run_moves_the_earlier_one_aside(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("lr", [1]), ("max_steps", "x"), ("beta1", 1e999), ("lr", True), ("skip_steps", 5)],
+    [("lr", [1]), ("max_steps", "x")],
 )
 def test_resume_refuses_hyperparameters_of_wrong_types(
     key: str, value: object, two_steps: Path, tmp_path: Path
@@ -508,17 +498,6 @@ def test_resume_refuses_hyperparameters_of_wrong_types(
     problem, remedy = refused.stderr.splitlines()
     assert f"{forged}/manifest.json: damaged: hyperparameters.{key}: " in problem
     assert "set resume to another one" in remedy
-
-
-def test_complete_run_with_a_hyperparameter_of_a_wrong_type_is_damaged(
-    two_steps: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(two_steps / "runs", tmp_path / "runs")
-    checkpoint = checkpoints_by_step(tmp_path)[2]
-    known = read_manifest(checkpoint).hyperparameters
-    forge_manifest(checkpoint, hyperparameters=known | {"lr": "1e-4x"})
-    refused = run_fsdp(tmp_path, "max_steps=2", code=1)
-    assert f"{checkpoint}/manifest.json: damaged: hyperparameters.lr" in refused.stderr
 
 
 @pytest.mark.slow
@@ -573,28 +552,6 @@ def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> 
     epochs = ["max_steps=null", "max_epochs=1"]
     refused = run_fsdp(killed, *decay, *epochs, config=config, code=2)
     assert "max_epochs" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("changes", "jump"),
-    [
-        ({}, None),
-        ({"lr_schedule": "cosine", "min_lr_ratio": 0.1}, "from 2.00e-04 to 1.15e-03"),
-        ({"lr_schedule": "cosine"}, "from 6.29e-08 to 1.05e-03"),
-        ({"lr_schedule": "wsd"}, "from 3.33e-05 to 2.00e-03"),
-    ],
-)
-def test_extension_says_how_the_learning_rate_jumps(
-    changes: dict[str, Any], jump: str | None
-) -> None:
-    config = OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes)
-    line = describe_jump(config, config, 300)
-    if jump is None:
-        assert line is None
-    else:
-        assert line is not None
-        assert "max_steps=600" in line
-        assert jump in line
 
 
 def test_stopped_run_with_fewer_steps_says_how_to_train_on(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import errno
 import http.client
 import http.server
 import itertools
-import json
 import os
 import re
 import shutil
@@ -62,7 +61,6 @@ from tests.support.servers import serving, use_s3
 pytest.importorskip("moto.server", reason="needs moto's server")
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
 
-UUID = r"[0-9a-f]{8}-[0-9a-f-]{27}"
 NO_CHECKPOINTS = LocalCheckpoints(Path("nothing"))
 
 
@@ -519,17 +517,6 @@ def test_lease_that_is_none_is_replaced_at_once(s3: str, tmp_path: Path) -> None
         assert list(place.bucket.sizes("lease")) == ["000008"]
         place.release()
     assert time.monotonic() - started < 120, "each would wait for a lease"
-
-
-def test_lease_holder_is_printed_escaped(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.6)
-    place = BucketCheckpoints(f"{s3}/test", tmp_path)
-    place.bucket.write("lease/000001", json.dumps({"holder": "\x1b[2J", "token": "a"}).encode())
-    place.acquire()
-    assert "the last run was \\x1b[2J; " in capsys.readouterr().err
-    place.release()
 
 
 def test_lease_goes_to_one_of_many_that_start_at_once(
