@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,14 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
-    """Run the command. Return its exit code, stdout and stderr."""
+    """Run the command in this process. Return its exit code, stdout and stderr."""
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        code = command.main(list(map(str, arguments)))
+    return code, output.getvalue(), errors.getvalue()
+
+
+def run_process(*arguments: object) -> tuple[int, str, str]:
+    """Run the command in a process, whose files an error leaves open."""
     process = start(*arguments)
     output, errors = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in errors, errors
@@ -636,7 +644,7 @@ def test_prepare_refuses_input_without_documents(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     out = tmp_path / "out"
-    code, output, errors = run(tmp_path, "--tokenizer", "bytes", "--out", out, *options)
+    code, output, errors = run_process(tmp_path, "--tokenizer", "bytes", "--out", out, *options)
     assert (code, output, len(errors.splitlines())) == (2, "", 1)
     assert errors.startswith(error.format(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
@@ -879,7 +887,7 @@ def test_prepare_on_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
     try:
         (tmp_path / "a.txt").write_bytes(b"to be\n" * 500_000)
         out = disk / "out"
-        code, output, errors = run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)
+        code, output, errors = run_process(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)
         assert (code, output) == (1, "")
         assert errors.startswith(f"{out}: cannot be written: No space left on device; ")
         assert list(disk.iterdir()) == []
