@@ -751,7 +751,9 @@ def test_muon_trains_a_model_of_transformers_as_in_a_plain_loop(
 # ---- commands
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gpt_oss", LEAKY])
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss", LEAKY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)]
+)
 def test_generation_is_that_of_transformers(kind: str, models: dict[str, Path]) -> None:
     model, _ = open_model(models[kind])
     assert isinstance(model, TransformersModel)
@@ -998,6 +1000,7 @@ def test_a_dry_run_plans_operators_of_ours(models: dict[str, Path], tmp_path: Pa
     assert "memory of a rank at the peak of a step" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_is_not_known(models: dict[str, Path], tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, "--dry-run", config=settings(models["glm4_moe"]), code=0)
     assert "parameters, moments and gradients take" in done.stdout
@@ -1074,20 +1077,25 @@ def test_flops_of_a_hybrid_are_those_of_its_products() -> None:
     ("kind", "fails"),
     [
         ("llama", set()),
-        *((kind, set()) for kind in DENSE),
-        ("lfm2", set()),
-        ("gemma4_text", set()),
-        ("deepseek_v3", set()),
         ("gpt_oss", set()),  # makes its masks without positions
         ("qwen3_5_text", set()),  # linear attention
         ("gemma2", {"hidden_states"}),
         ("mamba2", {"packing", "cache"}),
-        ("granitemoe", set()),  # does not say that it accepts use_cache
-        ("mpt", set()),  # rates of dropout are integers
-        ("opt", set()),  # gradients of the biases of keys are sums of 0
-        ("deepseek_v32", set()),  # ReLU before a selection
-        ("lfm3", set()),  # convolutions
-        ("hrm_text", set()),  # a parameter that its class freezes
+        *(
+            pytest.param(kind, set(), marks=pytest.mark.slow)
+            for kind in (
+                *DENSE,
+                "lfm2",
+                "gemma4_text",
+                "deepseek_v3",
+                "granitemoe",  # does not say that it accepts use_cache
+                "mpt",  # rates of dropout are integers
+                "opt",  # gradients of the biases of keys are sums of 0
+                "deepseek_v32",  # ReLU before a selection
+                "lfm3",  # convolutions
+                "hrm_text",  # a parameter that its class freezes
+            )
+        ),
     ],
 )
 def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> None:
