@@ -236,6 +236,8 @@ class Soak:
             changed = "|".join(f"{key}: was " for key in KEYS.values())
             if not re.search(f"{changed}|train_data: .* in the checkpoint", errors):
                 raise SoakError(f"refused without a reason: {shown}")
+            for trial in re.findall(r"delete (runs/tiny/trial-\d+),", errors):
+                shutil.rmtree(folder / trial)
             return "refused"
         if code in (0, -signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGTERM):
             return "stopped"

@@ -18,23 +18,13 @@ from lm.errors import ConfigError, limit_problems
 
 MAX_TRIALS = 10_000
 """Also points of a grid, slots of a trial, trials at once."""
-MAX_STEPS = 2**53
-"""float64 counts them exactly."""
 Count = Annotated[int, Field(gt=0, le=MAX_TRIALS)]
-Bound = Annotated[float, Field(ge=-MAX_STEPS, le=MAX_STEPS)]
+Bound = Field(ge=-(2**53), le=2**53)
+Exponent = Annotated[float, Field(ge=-100, le=100)]
 
 Distribution = CategoricalDistribution | FloatDistribution | IntDistribution
 Point = dict[str, Any]
 """What Optuna has drawn, by hyperparameter: numbers, or a choice as an argument spells it."""
-
-REMEDIES = {
-    "searcher.divisor": "; use an integer",
-    "searcher.mode": "; a search here has one bracket: searcher.mode=aggressive",
-    "searcher.bracket_rungs": "; use searcher.bracket_rungs=null searcher.max_rungs=N",
-    "searcher.source_trial_id": "; use hyperparameters.init_from",
-    "searcher.source_checkpoint_uuid": "; use hyperparameters.init_from",
-}
-"""What to type instead of what a master accepts."""
 
 
 class Searcher(BaseModel, frozen=True, extra="forbid"):
@@ -47,11 +37,12 @@ class Searcher(BaseModel, frozen=True, extra="forbid"):
     max_concurrent_trials: int = Field(16, ge=0, le=MAX_TRIALS)
     """0 = any number"""
     time_metric: Literal["batches"] | None = None
-    max_time: int | None = Field(None, gt=0, le=MAX_STEPS)
+    max_time: int | None = Field(None, gt=0)
     """the last rung, in steps"""
-    divisor: int = Field(4, ge=2, le=MAX_TRIALS)
+    divisor: int = Field(4, ge=2)
     max_rungs: int = Field(5, gt=0, le=64)
     mode: Literal["aggressive"] = "aggressive"
+    """one bracket"""
     sampler: Literal["random", "tpe"] = "random"
     """only here: a master does not accept this key"""
     max_length: Any = None
@@ -59,13 +50,12 @@ class Searcher(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check_required(self) -> Searcher:
-        required: dict[str, Any] = {}
-        if self.name in ("random", "adaptive_asha"):
-            required["max_trials"] = self.max_trials
-        if self.name == "adaptive_asha":
-            required["max_time"] = self.max_time
-            required["time_metric"] = self.time_metric
-        missing = [key for key, value in required.items() if value is None]
+        required: list[str] = []
+        if self.name == "random":
+            required = ["max_trials"]
+        elif self.name == "adaptive_asha":
+            required = ["max_trials", "max_time", "time_metric"]
+        missing = [key for key in required if getattr(self, key) is None]
         if missing:
             raise ValueError(f"{self.name} needs {' and '.join(missing)}")
         return self
@@ -80,7 +70,7 @@ class Resources(BaseModel, frozen=True):
 class Reproducibility(BaseModel, frozen=True):
     """What is read of the section `reproducibility`."""
 
-    experiment_seed: int = Field(default=0, ge=0)
+    experiment_seed: int = Field(default=0, ge=0, lt=2**32)
 
 
 class Sections(BaseModel, frozen=True):
@@ -92,65 +82,83 @@ class Sections(BaseModel, frozen=True):
     max_restarts: int = Field(5, ge=0)
 
 
-class Categorical(BaseModel, frozen=True, extra="forbid"):
-    """A range that lists its values."""
-
-    type: Literal["categorical"]
-    vals: list[Any] = Field(min_length=1)
-
-    def distribution(self, in_grid: bool) -> Distribution:  # noqa: ARG002
-        return _choices(self.vals)
-
-
-class Numbers(BaseModel, frozen=True, extra="forbid"):
+class Range(BaseModel, frozen=True, extra="forbid"):
     """A range of numbers."""
 
-    type: Literal["int", "double", "log"]
-    minval: Bound
-    maxval: Bound
-    base: float | None = Field(None, gt=1, le=1000)
-    """of log, where minval and maxval are exponents"""
+    minval: Annotated[float, Bound]
+    maxval: Annotated[float, Bound]
     count: Count | None = None
     """values in a grid"""
 
-    @model_validator(mode="after")
-    def _check_bounds(self) -> Numbers:
-        if self.minval >= self.maxval:
-            raise ValueError(f"minval {self.minval:g} is not below maxval {self.maxval:g}")
-        if self.type == "int" and (self.minval % 1 or self.maxval % 1):
-            raise ValueError("minval and maxval of type int are integers")
-        if (self.type == "log") != (self.base is not None):
-            raise ValueError("base belongs to type log, which needs it, e.g. base: 10")
-        if self.base is not None and max(-self.minval, self.maxval) > 100:
-            raise ValueError("minval and maxval of type log are exponents, from -100 to 100")
-        return self
-
-    def distribution(self, in_grid: bool) -> Distribution:
-        """Return what a random search draws from, or the values of a grid."""
-        if in_grid:
-            return _choices(self._list_values())
-        if self.base is not None:
-            return FloatDistribution(self.base**self.minval, self.base**self.maxval, log=True)
-        if self.type == "int":
-            return IntDistribution(int(self.minval), int(self.maxval) - 1)  # as in Determined
-        return FloatDistribution(self.minval, self.maxval)
-
-    def _list_values(self) -> list[Any]:
-        """Return `count` values from `minval` to `maxval`, or the one in the middle."""
+    def list_values(self) -> list[Any]:
+        """Return the values of a grid: `count` from `minval` to `maxval`, or the middle."""
         if self.count is None:
             raise ValueError("a grid needs count, the number of values of this range")
-        values = np.linspace(self.minval, self.maxval, self.count)
         if self.count == 1:
-            values = np.array([(self.minval + self.maxval) / 2])
-        if self.base is not None:
-            return (self.base**values).tolist()
-        if self.type == "int":
-            return np.unique(np.floor(values + 0.5).astype(int)).tolist()
-        return values.tolist()
+            return [(self.minval + self.maxval) / 2]
+        return np.linspace(self.minval, self.maxval, self.count).tolist()
 
 
-RANGE: TypeAdapter[Categorical | Numbers] = TypeAdapter(
-    Annotated[Categorical | Numbers, Field(discriminator="type")]
+class Double(Range, frozen=True):
+    """Numbers, each as likely as any other."""
+
+    type: Literal["double"]
+
+    def distribution(self) -> Distribution:
+        """Return what a random search draws from."""
+        return FloatDistribution(self.minval, self.maxval)
+
+
+class Log(Range, frozen=True):
+    """Powers of `base`, whose exponents are in the range."""
+
+    type: Literal["log"]
+    base: float = Field(gt=1, le=1000)
+    minval: Exponent
+    maxval: Exponent
+
+    def distribution(self) -> Distribution:
+        """Return what a random search draws from."""
+        return FloatDistribution(self.base**self.minval, self.base**self.maxval, log=True)
+
+    def list_values(self) -> list[Any]:
+        """Return the values of a grid."""
+        return [self.base**exponent for exponent in super().list_values()]
+
+
+class Int(Range, frozen=True):
+    """Integers below `maxval`; in a grid, it is one of them."""
+
+    type: Literal["int"]
+    minval: Annotated[int, Bound]
+    maxval: Annotated[int, Bound]
+
+    def distribution(self) -> Distribution:
+        """Return what a random search draws from."""
+        return IntDistribution(self.minval, self.maxval - 1)
+
+    def list_values(self) -> list[Any]:
+        """Return the values of a grid."""
+        return sorted({math.floor(value + 0.5) for value in super().list_values()})
+
+
+class Categorical(BaseModel, frozen=True, extra="forbid"):
+    """A list of values."""
+
+    type: Literal["categorical"]
+    vals: list[Any]
+
+    def distribution(self) -> Distribution:
+        """Return what a random search draws from."""
+        return _choices(self.vals)
+
+    def list_values(self) -> list[Any]:
+        """Return the values of a grid."""
+        return self.vals
+
+
+RANGE: TypeAdapter[Categorical | Double | Log | Int] = TypeAdapter(
+    Annotated[Categorical | Double | Log | Int, Field(discriminator="type")]
 )
 
 
@@ -172,14 +180,14 @@ class Experiment:
         """of all trials"""
         self.distributions: dict[str, Distribution] = {}
         """of the hyperparameters that have a range"""
-        contents, self._lines = strict_yaml.load_experiment(path)
+        contents, lines = strict_yaml.load_experiment(path)
         for section in ("searcher", "hyperparameters"):
             if not isinstance(contents.get(section), dict):
                 problem = "is missing, or not a mapping of keys to values"
                 raise ConfigError(f"{path}: {section}: {problem}; see recipes/search.yaml")
         self._problems: list[str] = []
-        self._replaced: set[str] = set()
-        """what arguments have set, e.g. "searcher.max_time\""""
+        self._set_by = {key: f"{path}:{line}:" for key, line in lines.items()}
+        """the line or the argument that sets a key, e.g. "searcher.max_time\""""
         for argument in arguments:
             self._apply(argument, contents)
         self.hyperparameters: dict[str, Any] = contents["hyperparameters"]
@@ -188,7 +196,7 @@ class Experiment:
             problem = f"{self.run_name!r} has a '/'; trials are in runs/NAME/trial-N"
             self._refuse("hyperparameters.run_name", problem)
         try:
-            self.sections = Sections.model_validate(_without_nulls(contents))
+            self.sections = Sections.model_validate(contents)
         except ValidationError as invalid:
             self._add_problems("", invalid)
         for key, value in self.hyperparameters.items():
@@ -199,6 +207,7 @@ class Experiment:
         if self._problems:
             raise ConfigError(*limit_problems(self._problems))
         self.searcher = self.sections.searcher
+        self.seed = self.sections.reproducibility.experiment_seed
         if self.n_points > MAX_TRIALS:
             raise ConfigError(f"{path}: the grid has more than {MAX_TRIALS:,} points")
 
@@ -223,8 +232,8 @@ class Experiment:
         last: Point = {}
         for key, distribution in self.distributions.items():
             if isinstance(distribution, CategoricalDistribution):
-                first[key], *_ = distribution.choices
-                *_, last[key] = distribution.choices
+                first[key] = distribution.choices[0]
+                last[key] = distribution.choices[-1]
             else:
                 first[key] = distribution.low
                 last[key] = distribution.high
@@ -246,7 +255,7 @@ class Experiment:
             if key != "run_name":
                 identity[key] = _as_text(value)
         identity["slots"] = self.sections.resources.slots_per_trial
-        identity["seed"] = self.sections.reproducibility.experiment_seed
+        identity["seed"] = self.seed
         return identity
 
     def _apply(self, argument: str, contents: Mapping[str, Any]) -> None:
@@ -260,17 +269,20 @@ class Experiment:
         with suppress(ConfigError):  # of text that is not YAML, for a key that accepts it
             value, _ = strict_yaml.parse_yaml(text, "")
         contents[section][key] = value
-        self._replaced.add(f"{section}.{key}")
+        self._set_by[f"{section}.{key}"] = "argument"
         if section == "searcher" and key in ("metric", "smaller_is_better"):
             self._refuse(f"searcher.{key}", f"trials read it in {self.path}; change it there")
 
     def _add_range(self, key: str, value: Mapping[str, Any], in_grid: bool) -> None:
         name = f"hyperparameters.{key}"
         try:
-            self.distributions[key] = RANGE.validate_python(value).distribution(in_grid)
+            found = RANGE.validate_python(value)
+            self.distributions[key] = found.distribution()
+            if in_grid:
+                self.distributions[key] = _choices(found.list_values())
         except ValidationError as invalid:
             self._add_problems(name, invalid)
-        except ValueError as error:
+        except ValueError as error:  # of Optuna, too
             self._refuse(name, str(error))
 
     def _add_problems(self, outer: str, invalid: ValidationError) -> None:
@@ -279,18 +291,15 @@ class Experiment:
             inner = list(map(str, error["loc"]))
             if outer:
                 inner[:1] = [outer]  # instead of the type of the range
-            name = ".".join(inner)
             problem = error["msg"].removeprefix("Value error, ")
             if error["type"] not in ("missing", "value_error"):
                 problem = f"{error['input']!r}: {problem}"
-            self._refuse(name, f"{problem}{REMEDIES.get(name, '')}")
+            self._refuse(".".join(inner), problem)
 
     def _refuse(self, name: str, problem: str) -> None:
         """Add a problem of a key, e.g. of "hyperparameters.lr" in line 12 of the file."""
         key = ".".join(name.split(".")[:2])
-        where = f"{self.path}:{self._lines.get(key, self._lines['searcher'])}:"
-        if key in self._replaced:
-            where = "argument"
+        where = self._set_by.get(key, self._set_by["searcher"])
         self._problems.append(f"{where} {name.removeprefix('hyperparameters.')}: {problem}")
 
 
@@ -303,10 +312,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str, ensure_ascii=False)  # YAML has dates, JSON has not
-
-
-def _without_nulls(section: Any) -> Any:
-    """Return a section of an experiment file, in which null means the default."""
-    if not isinstance(section, dict):
-        return section
-    return {key: _without_nulls(value) for key, value in section.items() if value is not None}

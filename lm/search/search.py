@@ -34,14 +34,14 @@ from lm.runtime.run_dir import RunDir, make_directory
 from lm.search.experiment import Experiment, Point, Searcher
 from lm.search.trials import Devices, TrialRun, dry_run
 from lm.seeds import derive_seed
-from lm.storage.lock import hold_until_exit
+from lm.storage.lock import hold_until_exit, is_held
 from lm.tasks.questions import TasksConfig
 from lm.units import format_count
 
 POLL_SECONDS = 0.5
 _STUDY = "search"
-RUN, PROBLEM = "run", "problem"
-"""Attributes of a trial: its run, e.g. "trial-3"; and if it has failed, why."""
+PROBLEM = "problem"
+"""Attribute of a trial that has failed: why."""
 _OF_INPUTS = DataConfig.model_fields.keys() | TasksConfig.model_fields.keys()
 _OF_INPUTS |= {"init_from", "model", "max_seq_len", "vocab_size", "seed"}
 """Hyperparameters that decide what a trial reads: trials with other values may read other data."""
@@ -71,31 +71,28 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     ]
 
 
-def check_ends(experiment: Experiment, devices: Devices, check_all: bool) -> Point:
-    """Return a point that trials accept: all first values of the ranges, or all last ones.
+def check_ends(experiment: Experiment, devices: Devices, check_all: bool) -> None:
+    """Check by dry runs that trials accept the first values of all ranges, or the last ones.
 
     Args:
-        check_all: whether to check both.
+        check_all: whether to check both, also if the first ones are accepted.
 
     Raises:
         ConfigError: trials refuse both.
     """
-    accepted: list[Point] = []
-    problems: list[str] = []
-    for point in experiment.ends():
+    refusals: list[list[str]] = []
+    ends = experiment.ends()
+    for point in ends:
         announce(f"dry run of a trial: {format_point(point)}")
-        found = dry_run(experiment.arguments_of(point, "check"), devices)
-        if found:
-            problems = problems or found
-            continue
-        accepted.append(point)
-        if not check_all:
-            break
-    if not accepted:
-        raise ConfigError(*problems)
-    if problems:
-        announce(f"refused: {'; '.join(problems)}")
-    return accepted[0]
+        problems = dry_run(experiment.arguments_of(point, "check"), devices)
+        if problems:
+            refusals.append(problems)
+        elif not check_all:
+            return
+    if len(refusals) == len(ends):
+        raise ConfigError(*refusals[0])
+    if refusals:
+        announce(f"refused: {'; '.join(refusals[0])}")
 
 
 def format_value(value: Any) -> str:
@@ -118,10 +115,9 @@ def run_search(path: Path, arguments: Sequence[str], parallel: int | None, is_dr
     if is_dry_run:
         check_ends(experiment, devices, check_all=True)
         return 0
-    accepted: Point | None = None
     if not RunDir(experiment.run_name).path.exists():  # it stays so if the start is refused
-        accepted = check_ends(experiment, devices, check_all=False)
-    search = Search(experiment, devices, accepted)
+        check_ends(experiment, devices, check_all=False)
+    search = Search(experiment, devices)
     handle_stop_signals(search.on_signal)
     if not search.run():
         print(f"stopped as requested; rerun the same command to continue {search.path}")
@@ -135,23 +131,17 @@ class Search:
 
     The constructor locks the directory of the search, and opens or creates the study.
 
-    Args:
-        accepted: a point that trials accept; None = `run` checks some, if trials are left.
-
     Raises:
         ConfigError: the study is of another experiment, damaged, or missing next to its trials.
         RunError: another process has locked the directory.
     """
 
-    def __init__(
-        self, experiment: Experiment, devices: Devices, accepted: Point | None = None
-    ) -> None:
+    def __init__(self, experiment: Experiment, devices: Devices) -> None:
         self.experiment = experiment
         self._devices = devices
         self._running: dict[int, TrialRun] = {}
         """by place"""
         self._n_failures: Counter[int] = Counter()
-        self._accepted = accepted
         self._was_asked_to_stop = False
         self._error: ConfigError | None = None
         """what is wrong with the machine or the data, so that no trial can go on"""
@@ -206,8 +196,6 @@ class Search:
             ConfigError: trials cannot go on, for a reason that is not one of their points.
         """
         self._wait_for_saving_trials()
-        if self._accepted is None and self._is_unfinished():
-            self._accepted = check_ends(self.experiment, self._devices, check_all=False)
         while self._is_unfinished() or self._running:
             if self._was_asked_to_stop or self._error is not None:
                 break
@@ -231,13 +219,10 @@ class Search:
 
     def _wait_for_saving_trials(self) -> None:
         """Wait for trials that a killed search has left saving, on devices that they still use."""
-        for trial in self.study.get_trials(deepcopy=False):
-            if RUN not in trial.user_attrs:
-                continue  # it was never started
-            run = TrialRun(self.path.name, trial.user_attrs[RUN], trial.number)
-            if run.is_in_use():
-                announce(f"waiting for {run.name}, which another process still runs")
-            while run.is_in_use() and not self._was_asked_to_stop:
+        for lock in self.path.glob("trial-*/lock"):
+            if is_held(lock):
+                announce(f"waiting for {lock.parent.name}, which another process still runs")
+            while is_held(lock) and not self._was_asked_to_stop:
                 time.sleep(POLL_SECONDS)
 
     def _is_unfinished(self) -> bool:
@@ -256,7 +241,6 @@ class Search:
             if run is None:
                 return
             point = self._trial(run.number).params
-            self._open_trial(run.number).set_user_attr(RUN, run.name)
             announce(f"{run.name} starts: {format_point(point)}")
             run.start(self.experiment.arguments_of(point, run.name), self._devices, place)
             self._running[place] = run
@@ -264,35 +248,27 @@ class Search:
     def _next_run(self) -> TrialRun | None:
         """Return a run to start: of a trial that has no result yet, or of a new one, or None."""
         running = [run.number for run in self._running.values()]
-        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            if trial.number in running:
-                continue
-            run = self._open_run(trial.number)
-            self._report(run)
-            if self._trial(trial.number).state == TrialState.RUNNING:
-                return run
-        number = len(self.study.get_trials(deepcopy=False))
-        if number >= self.experiment.n_points:
+        trials = self.study.get_trials(deepcopy=False)
+        for trial in trials:
+            if trial.number not in running and trial.state == TrialState.RUNNING:
+                run = TrialRun(self.path.name, trial.number)
+                self._report(run)
+                if self._error is None and self._trial(trial.number).state == TrialState.RUNNING:
+                    return run
+        if self._error is not None or len(trials) >= self.experiment.n_points:
             return None
-        point = self._draw(number)
         distributions: Any = self.experiment.distributions
+        point = self._draw(len(trials))
         new = create_trial(state=TrialState.RUNNING, params=point, distributions=distributions)
         self.study.add_trial(new)
-        return self._open_run(number)
+        return TrialRun(self.path.name, len(trials))
 
     def _draw(self, number: int) -> Point:
         """Return the point of a trial: of a grid or a random search a function of its number."""
-        seed = (
-            derive_seed("point", self.experiment.sections.reproducibility.experiment_seed, number)
-            % 2**32
-        )
+        seed = derive_seed("point", self.experiment.seed, number) % 2**32
         sampler: BaseSampler = RandomSampler(seed)
         if self.experiment.searcher.name == "grid":
-            order = (
-                derive_seed("grid", self.experiment.sections.reproducibility.experiment_seed)
-                % 2**32
-            )
-            sampler = GridSampler(self.experiment.choices(), order)
+            sampler = GridSampler(self.experiment.choices(), self.experiment.seed)
         elif self.experiment.searcher.sampler == "tpe":
             sampler = TPESampler(seed=seed)
         in_memory = optuna.create_study(direction=self.study.direction, sampler=sampler)
@@ -303,46 +279,37 @@ class Search:
     def _trial(self, number: int) -> FrozenTrial:
         return self.study.get_trials(deepcopy=False)[number]
 
-    def _open_run(self, number: int) -> TrialRun:
-        """Return the run of a trial: another one if a start of it has read other inputs."""
-        run = TrialRun(self.path.name, f"trial-{number}", number)
-        n_discarded = 0
-        while self._find_other_inputs(run):
-            n_discarded += 1
-            run = TrialRun(self.path.name, f"trial-{number}-again-{n_discarded}", number)
-        return run
-
-    def _find_other_inputs(self, run: TrialRun) -> list[str]:
-        """Return in what the inputs of a run differ from those of the first run of the study."""
+    def _check_inputs(self, run: TrialRun) -> None:
+        """End the search if a start of a trial has read other inputs than the first trial."""
         point = self._trial(run.number).params
         decisive = {key: value for key, value in point.items() if key in _OF_INPUTS}
         name = f"inputs {format_point(decisive)}"
-        changes: list[str] = []
         for session in run.sessions():
             expected = self.study.user_attrs.get(name)
-            if expected is not None:
-                changes += find_changes(expected, session.inputs or {})
-            elif session.inputs is not None:
+            if session.inputs is None:
+                continue
+            if expected is None:
                 self.study.set_user_attr(name, session.inputs)
-        return changes
+            elif expected != session.inputs:
+                changes = "; ".join(find_changes(expected, session.inputs))
+                self._end(f"{run.name}: {changes}", f"delete {run.run_dir.path}, ")
 
     def _report(self, run: TrialRun) -> None:
         """Report the validations of a run, and stop it if they decide on its trial."""
         validations = run.validations()  # before the sessions, which precede them on disk
-        changes = self._find_other_inputs(run)
-        if changes:
-            self._end(f"{run.name}: {'; '.join(changes)}")
+        self._check_inputs(run)
         frozen = self._trial(run.number)
-        if changes or not validations or frozen.state != TrialState.RUNNING:
+        if self._error is not None or not validations or frozen.state != TrialState.RUNNING:
             return
         trial = self._open_trial(run.number)
         max_steps = run.max_steps()
         last_step = min(max_steps, self.experiment.searcher.max_time or max_steps)
+        metric = self.experiment.searcher.metric
         reported = frozen.last_step or 0
         for report in validations:
             if report.step < reported:
                 continue
-            value = report.__pydantic_extra__[self.experiment.searcher.metric]
+            value = report.__pydantic_extra__[metric]
             if report.step > reported:
                 trial.report(value, report.step)
             if report.step >= last_step:
@@ -352,8 +319,7 @@ class Search:
             else:
                 continue
             result = self._trial(run.number).state.name.lower()
-            shown = f"{self.experiment.searcher.metric} {value:.4f} at step {report.step}"
-            announce(f"{run.name} {result}: {shown}")
+            announce(f"{run.name} {result}: {metric} {value:.4f} at step {report.step}")
             if report.step < max_steps:
                 run.stop()
             return
@@ -369,14 +335,17 @@ class Search:
             announce(f"{run.name} {problem}")
             if self._n_failures[run.number] > self.experiment.sections.max_restarts:
                 self._fail(run, problem)
-        elif run.has_trained():  # and has diverged
-            self._fail(run, reason)
-        elif run.had_trained:
+            return
+        if run.had_trained and not run.has_trained():
             self._end(f"{run.name} does not resume: {reason}")
-        elif dry_run(self.experiment.arguments_of(self._accepted or {}, "check"), self._devices):
-            self._end(f"{run.name} does not start: {reason}")
-        else:
-            self._fail(run, reason)
+            return
+        if not run.has_trained():
+            try:
+                check_ends(self.experiment, self._devices, check_all=False)
+            except ConfigError as error:
+                self._error = error
+                return
+        self._fail(run, reason)
 
     def _open_trial(self, number: int) -> Trial:
         """Return a trial that is RUNNING.
@@ -394,11 +363,11 @@ class Search:
         self._open_trial(run.number).set_user_attr(PROBLEM, reason)
         self.study.tell(run.number, state=TrialState.FAIL)
 
-    def _end(self, problem: str) -> None:
+    def _end(self, problem: str, remedy: str = "") -> None:
         """End the search with an error that is not of one point."""
         self._error = ConfigError(
-            f"{self.path}: {problem}; undo the change and run the same command again, or start"
-            f" another search: run_name={self.path.name}-2"
+            f"{self.path}: {problem}; undo the change, {remedy}and run the same command again, or"
+            f" start another search: run_name={self.path.name}-2"
         )
 
     def describe(self) -> str:
@@ -409,15 +378,15 @@ class Search:
         """
         metric = self.experiment.searcher.metric
         keys = list(self.experiment.distributions)
-        header = ["trial", *keys, metric, "step", "state"]
-        lines = [format_row(header), format_row(["---"] * len(header))]
+        lines = [format_row(["trial", *keys, metric, "step", "state"])]
+        lines.append(format_row(["---"] * (len(keys) + 4)))
         trials = sorted(self.study.get_trials(), key=self._rank)
         for trial in trials:
             value = ""
             if trial.value is not None:
                 value = f"{trial.value:.4f}"
             point = [format_value(trial.params[key]) for key in keys]
-            state = " ".join([trial.state.name.lower(), trial.user_attrs.get(PROBLEM, "")])
+            state = f"{trial.state.name.lower()} {trial.user_attrs.get(PROBLEM, '')}"
             step = str(trial.last_step or "")
             lines.append(format_row([f"trial-{trial.number}", *point, value, step, state]))
         best = trials[0]
@@ -426,12 +395,12 @@ class Search:
         counts = Counter(trial.state.name.lower() for trial in trials)
         shown = ", ".join(f"{n} {state}" for state, n in counts.items())
         lines.append(f"{format_count(len(trials), 'trial')}: {shown}")
-        run_dir = RunDir(f"{self.path.name}/{best.user_attrs[RUN]}")
+        run = TrialRun(self.path.name, best.number)
         result = f"{metric} {best.value:.4f} at step {best.last_step}"
         command = [sys.orig_argv[0], "-m", "lm.launch", "--nproc", str(self._devices.slots)]
-        command += [os.path.relpath(REPOSITORY / "fsdp.py"), "--config", str(run_dir.config)]
+        command += [os.path.relpath(REPOSITORY / "fsdp.py"), "--config", str(run.run_dir.config)]
         command.append(f"run_name={self.path.name}-best")
-        lines.append(f"best: {run_dir.path.name}, {result}: {format_point(best.params)}")
+        lines.append(f"best: {run.name}, {result}: {format_point(best.params)}")
         lines.append("to train at this point, at full length or longer (max_steps=N):")
         lines.append(f"    {shlex.join(command)}")
         return "\n".join(lines)

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from subprocess import DEVNULL, PIPE
+from typing import Any, BinaryIO
 
 from lm import strict_yaml
 from lm.errors import ConfigError, make_printable
@@ -22,20 +23,9 @@ from lm.launch.machine import has_gpu, usable_cores
 from lm.launch.spawn import die_with_parent
 from lm.metrics.records import Report
 from lm.runtime.run_dir import RunDir, make_directory
-from lm.storage.lock import is_held
 from lm.units import format_count
 
 _MAX_ERROR_BYTES = 64 << 10
-_OF_OTHER_LAUNCHERS = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "RESTART_WHEN_STOPPED",
-)
-"""Environment variables that trials do not get from the search: each is a separate job."""
 
 
 class Devices:
@@ -66,8 +56,7 @@ class Devices:
     def env(self, place: int) -> dict[str, str]:
         """Return the environment variables of the trial at `place`, from 0."""
         variables = os.environ | {RECORD_INPUTS: "1"}
-        for name in _OF_OTHER_LAUNCHERS:
-            variables.pop(name, None)
+        variables.pop("MASTER_PORT", None)  # each trial reserves another one
         if self._gpus:
             first = place * self.slots
             own = self._gpus[first : first + self.slots]
@@ -94,29 +83,36 @@ class Session(Line, frozen=True):
     """A line of sessions.jsonl."""
 
     inputs: dict[str, Any] | None = None
+    """None = a start that was not by the search"""
 
 
-def trial_command(arguments: Sequence[str], n_ranks: int) -> list[str]:
-    """Return the command that trains with these arguments of `fsdp.py`."""
-    launcher = [sys.executable, "-m", "lm.launch", "--nproc", str(n_ranks)]
-    return [*launcher, str(REPOSITORY / "fsdp.py"), *arguments]
+def start_trial(
+    arguments: Sequence[str],
+    devices: Devices,
+    place: int,
+    stdout: int | BinaryIO,
+    stderr: int | BinaryIO,
+) -> subprocess.Popen[bytes]:
+    """Start `fsdp.py` on the devices of a place. When this process ends, it saves and stops."""
+    launcher = [sys.executable, "-m", "lm.launch", "--nproc", str(devices.slots)]
+    return subprocess.Popen(
+        [*launcher, str(REPOSITORY / "fsdp.py"), *arguments],
+        env=devices.env(place),
+        stdin=DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,  # a terminal's Ctrl-C reaches this process only
+        preexec_fn=partial(die_with_parent, os.getpid()),  # by SIGKILL, too
+    )
 
 
 def dry_run(arguments: Sequence[str], devices: Devices) -> list[str]:
     """Return the lines by which a trial would be refused; none if it would start."""
-    done = subprocess.run(
-        [*trial_command(arguments, devices.slots), "--dry-run"],
-        env=devices.env(0),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,
-        preexec_fn=partial(die_with_parent, os.getpid()),
-    )
-    if done.returncode == 0:
+    process = start_trial([*arguments, "--dry-run"], devices, 0, DEVNULL, PIPE)
+    _, errors = process.communicate()
+    if process.returncode == 0:
         return []
-    lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+    lines = errors.decode(errors="replace").splitlines() or [f"exit code {process.returncode}"]
     return [make_printable(line) for line in lines]
 
 
@@ -124,19 +120,18 @@ class TrialRun:
     """The run of a trial: its records, and its process.
 
     Args:
-        name: of the run, e.g. "trial-3".
         number: of the trial in the study.
     """
 
-    def __init__(self, search: str, name: str, number: int) -> None:
-        self.name = name
+    def __init__(self, search: str, number: int) -> None:
+        self.name = f"trial-{number}"
         self.number = number
-        self.run_dir = RunDir(f"{search}/{name}")
+        self.run_dir = RunDir(f"{search}/{self.name}")
         self._process: subprocess.Popen[bytes] | None = None
         self._n_sessions_before = 0
 
     def start(self, arguments: Sequence[str], devices: Devices, place: int) -> None:
-        """Start the run. When this process ends, even by SIGKILL, it saves and stops."""
+        """Start the run."""
         self._n_sessions_before = len(self.sessions())
         path = self.run_dir.path
         make_directory(path)
@@ -144,15 +139,7 @@ class TrialRun:
             open(path / "stdout.txt", "ab", opener=open_regular) as out,
             open(path / "stderr.txt", "wb", opener=open_regular) as errors,
         ):
-            self._process = subprocess.Popen(
-                trial_command(arguments, devices.slots),
-                env=devices.env(place),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=errors,
-                start_new_session=True,  # a terminal's Ctrl-C reaches this process only
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
+            self._process = start_trial(arguments, devices, place, out, errors)
 
     def exit_code(self) -> int | None:
         """Return the exit code, or None while it runs."""
@@ -168,10 +155,6 @@ class TrialRun:
         """Wait until the run has ended."""
         assert self._process is not None
         self._process.wait()
-
-    def is_in_use(self) -> bool:
-        """Return whether a process has the run, e.g. one that a killed search has left saving."""
-        return is_held(self.run_dir.path / "lock")
 
     def sessions(self) -> list[Session]:
         """Return the starts that got as far as the first step."""
