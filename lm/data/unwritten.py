@@ -1,4 +1,8 @@
-"""What a chat template leaves out of its text: the strings of a chat that are not in it."""
+"""What a chat template leaves out of its text: the strings of a chat that are not in it.
+
+Templates may write a string next to letters, so that "use" is also found in their "user". The
+longer strings of the same key are not.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,6 @@ _TAG = re.compile(r"<[^<>\s{}'\"]+>|\[/?[A-Z][A-Z _]*\]")
 """what templates look for in content, such as </think>, and may cut off"""
 _ESCAPES = re.compile(r"\\[nrt]|\\|\s")
 """what strings of JSON, of Python and of texts differ in"""
-_SHORT = 3
-"""Characters of strings that are sought as words, as words of the template have many of them."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,7 @@ class _Written:
     def _has(self, string: str) -> bool:
         """Whether a string is in the text, without space around it, or encoded as in JSON."""
         plain = string.strip()
-        if len(plain) > _SHORT:
-            is_written = plain in self._text
-        else:
-            word = rf"(?<!\w){re.escape(plain)}(?!\w)"
-            is_written = not plain or re.search(word, self._text) is not None
-        if is_written:
+        if plain in self._text:
             return True
         bare = _ESCAPES.sub("", plain)
         if bare == plain and plain.isascii():

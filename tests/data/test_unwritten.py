@@ -38,10 +38,13 @@ def test_a_string_that_is_encoded_is_found(text: str) -> None:
     assert lost(f"[user] [assistant] {cut}</s>", content=HARD) == [CONTENT]
 
 
-@pytest.mark.parametrize("content", ["use", "sis", "so"])
-def test_a_word_is_not_found_in_another_one(content: str) -> None:
-    assert lost("<sop>[user] [assistant] </s>", content=content) == [CONTENT]
-    assert lost(f"<sop>[user] [assistant] {content}</s>", content=content) == []
+@pytest.mark.parametrize("content", ["ok", "7", "é", "yes\n"])
+def test_a_short_string_next_to_letters_is_found(content: str) -> None:
+    """Templates may write roles and replies with nothing between them."""
+    calls = [{"function": {"name": "get", "arguments": {"n": content}}}]
+    text = f"assistant{content.strip()}haven getn{content.strip()}7"
+    assert lost(text, content=content, tool_calls=calls) == []
+    assert lost("assistant haven getn", content=content) == [CONTENT]
 
 
 def test_pieces_of_content_between_tags_are_found() -> None:
@@ -51,10 +54,13 @@ def test_pieces_of_content_between_tags_are_found() -> None:
 
 
 def test_names_and_arguments_of_calls_are_found() -> None:
-    function = {"name": "get_weather", "arguments": {"city": "Rome", "days": [1, {"x": "y"}]}}
+    function = {
+        "name": "get_weather",
+        "arguments": {"city": "Rome", "days": [1, {"room": "suite"}]},
+    }
     calls = [{"type": "function", "id": "0", "function": function}]
     assert lost(json.dumps(function), tool_calls=calls) == []
-    for word in ("get_weather", "city", "Rome", "days", "x", "y"):
+    for word in ("get_weather", "city", "Rome", "days", "room", "suite"):
         text = json.dumps(function).replace(f'"{word}"', "")
         assert lost(text, tool_calls=calls) == ["m[1].tool_calls"]
 
