@@ -335,11 +335,12 @@ class Trainer:
         }
 
     def resume(self) -> None:
-        """Load pretrained weights and the checkpoint, if any, and start the run's files.
+        """Load what the run continues from: pretrained weights, a checkpoint, both, or neither.
 
-        No rank ever holds the whole model, but rank 0 that of a class of transformers while it
-        sends the weights to all. A checkpoint whose files do not match their checksums is
-        skipped, and the next one is loaded; if all are damaged, the run is refused.
+        A checkpoint whose files do not match their checksums is skipped, and the next one is
+        loaded; if all are damaged, the run is refused. Off the cluster, a start that resumes from
+        no checkpoint of this run is recorded. If an earlier run has left files, they are moved
+        aside, once all is loaded: a start that fails before leaves them where they are.
         """
         run = self.run
         if run.trains:
@@ -347,23 +348,17 @@ class Trainer:
             if host_bytes > 0:
                 size = format_bytes(host_bytes)
                 self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
-        if run.begins_with is not None:
-            self.world.on_rank0(self.store.announce, run.begins_with)
-        start = run.start
-        resumes = bool(run.resume_plan.resume_candidates)
-        if start.model is not None and (not resumes or start.base is not None):
-            to_be_exported = run.trains and start.base is None  # adapters are exported alone, too
-            weights.load_into(
-                self.model, start.model, self.world, self.logger.info, to_be_exported=to_be_exported
-            )
+        if run.new_start is not None:
+            self.world.on_rank0(self.store.record_early, run.new_start)
+        self.load_pretrained()
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
         )
         note = self.world.on_rank0(run.lost_progress)
         if note is not None:
             self.logger.info(note)
-        if run.begins_with is not None:
-            begin = partial(self.store.begin, run.begins_with, fresh=run.resume_plan.fresh)
+        if run.new_start is not None:
+            begin = partial(self.store.record_start, run.new_start, fresh=run.resume_plan.fresh)
             self.world.run_in_thread_on_rank0(begin)
         self.step = progress.step
         self.data_start = progress.data_start
@@ -379,8 +374,29 @@ class Trainer:
         missing = progress.missing_reports()
         values = run.info.hyperparameters
         self.signals.install()  # before this, there is nothing to save
-        self.logger.start(self.step, missing, values, distinguishing(values))
+        self.logger.open(self.step, missing, values, distinguishing(values))
         self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
+
+    def load_pretrained(self) -> None:
+        """Load the weights of the Hugging Face model that `init_from` names, if it names one.
+
+        A checkpoint replaces them, unless they are the frozen base of adapters, which it does not
+        hold. No rank ever holds the whole model, but rank 0 that of a class of transformers while
+        it sends the weights to all.
+        """
+        initial_weights = self.run.initial_weights
+        if initial_weights.model is None:
+            return
+        is_base = initial_weights.base is not None
+        if self.run.resume_plan.resume_candidates and not is_base:
+            return
+        weights.load_into(
+            self.model,
+            initial_weights.model,
+            self.world,
+            self.logger.info,
+            to_be_exported=self.run.trains and not is_base,  # adapters are exported alone, too
+        )
 
     def train(self) -> None:
         """Train to the last step, or until asked to stop, under the profilers that are on."""
@@ -460,14 +476,14 @@ class Trainer:
         if self.objective.is_prepared:
             return
         micro_steps = count_micro_steps(self.hp, self.world.size)
-        rate = self.hp.checkpoint.checkpoint_rate * micro_steps  # in micro-batches
+        batches_per_save = self.hp.checkpoint.checkpoint_rate * micro_steps
         self.model.train()  # for the kernels of a step
         with self.logger.status("preparing the objective"):
             batches = self.objective.prepare(
                 self.model, self.loader, self.step, self.world, self.logger.info
             )
             for n_batches in self.until_stopped(batches):
-                if n_batches % rate == 0:
+                if n_batches % batches_per_save == 0:
                     self.save_objective()
             if self.stopping:
                 self.save_objective()
@@ -483,9 +499,9 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> Losses:
         """Accumulate the gradients of all micro-batches. Return the sums of this rank's terms."""
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
-        # FSDP averages gradients over ranks. Times this, they are those of the mean over the terms
-        # of all ranks: targets, or pairs of replies.
-        mean_over_terms = self.world.size / batch.n_terms
+        # FSDP averages the gradients of the ranks' sums. Times this, they are those of the mean
+        # over the terms of all ranks and micro-batches: targets, or pairs of replies.
+        sums_to_mean = self.world.size / batch.n_terms
         loss_sum = torch.zeros((), device=self.world.device)
         n_statistics = len(self.objective.statistics)
         statistics = torch.zeros(n_statistics, dtype=torch.float64, device=self.world.device)
@@ -495,7 +511,8 @@ class Trainer:
             # FSDP reduces gradients after the last one, or after each with sync_each_micro_step.
             parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
             losses = self.objective.losses(self.model, micro_batch)
-            (losses.minimized * (self.scaler.scale * mean_over_terms)).backward()
+            # Minimized, but not reported as the loss: the balance loss of a mixture of experts.
+            (losses.minimized_sum * (self.scaler.scale * sums_to_mean)).backward()
             loss_sum += losses.loss_sum.detach()
             statistics += losses.statistics
             self.balance.add(losses.routed)
@@ -568,9 +585,9 @@ class Trainer:
         The checkpoint of that step is from before the evaluation. Where one is due, it is saved
         again with its results, or else every later start from it would evaluate once more.
         """
-        saved = self.validation_loss, self.sampled
+        in_checkpoint = self.validation_loss, self.sampled
         self.evaluate()
-        has_evaluated = (self.validation_loss, self.sampled) != saved
+        has_evaluated = (self.validation_loss, self.sampled) != in_checkpoint
         is_due = self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate)
         if has_evaluated and self.run.trains and is_due:
             self.save(wait=True)
@@ -578,11 +595,11 @@ class Trainer:
     def report(self) -> None:
         """Log the metrics since the last report; refuse too many consecutive skipped steps."""
         gc.collect()
-        metrics, n_skipped = self.accumulator.report()
+        metrics, most_consecutive_skipped = self.accumulator.report()
         metrics |= self.balance.metrics()
         lr = optim.learning_rate(self.hp.optim, self.step - 1, self.run.max_steps)
         self.log_metrics("training", metrics | {"lr": lr})
-        skipping.check_skipped(self.hp.skipping, self.step, n_skipped)
+        skipping.check_skipped(self.hp.skipping, self.step, most_consecutive_skipped)
 
     def log_metrics(self, group: str, metrics: Mapping[str, float]) -> None:
         """Log metrics of this step, and report them to Determined: the Web UI and the search."""

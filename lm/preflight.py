@@ -64,8 +64,8 @@ from lm.units import format_number, format_parameters
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a run that resumes from nothing starts with: what `init_from` names."""
+class InitialWeights:
+    """What `init_from` names: the weights of a run that resumes from no checkpoint."""
 
     model: str | None = None
     """a Hugging Face model; or the base of adapters, which is loaded at every start"""
@@ -75,7 +75,9 @@ class Start:
     """what identifies the weights under adapters"""
 
 
-def find_start(hp: Hyperparameters, world: World, downloads: bool = True) -> Start:
+def find_initial_weights(
+    hp: Hyperparameters, world: World, downloads: bool = True
+) -> InitialWeights:
     """Return what `init_from` names, on all ranks together.
 
     Args:
@@ -83,15 +85,15 @@ def find_start(hp: Hyperparameters, world: World, downloads: bool = True) -> Sta
     """
     source = hp.checkpoint.init_from
     if source is None:
-        return Start()
+        return InitialWeights()
     if hp.lora.lora_rank is not None:
         if not downloads and weights.is_model(source) and not Path(source).is_dir():
-            return Start(model=source)
+            return InitialWeights(model=source)
         base = find_base(source, world)
-        return Start(model=base.source, base=base)
+        return InitialWeights(model=base.source, base=base)
     if weights.is_model(source):
-        return Start(model=source)
-    return Start(checkpoint=source)
+        return InitialWeights(model=source)
+    return InitialWeights(checkpoint=source)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class ResolvedRun:
     """that score the model in validations"""
     info: RunInfo
     """what a checkpoint says of the run"""
-    start: Start
+    initial_weights: InitialWeights
     resume_plan: ResumePlan
     trial: det.ClusterInfo | None
     """on a cluster"""
@@ -131,10 +133,10 @@ class ResolvedRun:
         return self.max_steps > 0
 
     @property
-    def begins_with(self) -> RunState | None:
+    def new_start(self) -> RunState | None:
         """What is recorded of a new start, unless it neither trains nor moves files aside."""
         if self.trains or self.resume_plan.fresh:
-            return self.resume_plan.begins_with
+            return self.resume_plan.new_start
         return None
 
     def lost_progress(self) -> str | None:
@@ -350,18 +352,18 @@ def preflight(
     if run_dir and not dry_run:
         run_dir.lock(world)
         store.start(world)
-    start = find_start(hp, world, downloads=not dry_run)
+    initial_weights = find_initial_weights(hp, world, downloads=not dry_run)
     resume_plan = world.on_rank0(
         plan_resume,
         hp.checkpoint.resume,
-        start.checkpoint,
+        initial_weights.checkpoint,
         store,
         restart_ids(os.environ),
         hp.checkpoint.init_from,
         launch_ids(os.environ),
     )
     if dry_run and resume_plan.resume_candidates:
-        start = find_start(hp, world)  # its base is compared with theirs
+        initial_weights = find_initial_weights(hp, world)  # its base is compared with theirs
     with world.all_or_none():
         choose_cache(dry_run)
         parallelize.check_offload(hp.parallel)
@@ -408,7 +410,7 @@ def preflight(
             loss_scaled=amp_dtype == torch.float16,
             trial_id=trial.trial.trial_id if trial else None,
             experiment_id=trial.trial.experiment_id if trial else None,
-            base=start.base,
+            base=initial_weights.base,
             **data.fingerprints(),
         )
         run = ResolvedRun(
@@ -423,7 +425,7 @@ def preflight(
             validation_rate=validation_rate,
             tasks=_tokenize(tasks, hp.model, data),
             info=info,
-            start=start,
+            initial_weights=initial_weights,
             resume_plan=resume_plan,
             trial=trial,
             searcher=searcher_of_trial,

@@ -79,7 +79,7 @@ class ResumePlan:
     may_be_complete: bool = False
     fresh: bool = False
     """what the run has written before is moved aside"""
-    begins_with: RunState | None = None
+    new_start: RunState | None = None
     """what is recorded of a start that resumes from no checkpoint of this run, off the cluster"""
 
 
@@ -111,7 +111,7 @@ def plan_resume(
         CheckpointError: there are checkpoints, but none is complete.
     """
     state = store.read_state() or RunState()
-    begins_with = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
+    new_start = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
     # A restart whose first attempt failed before it recorded its start is a first start, too.
     is_same_start = resume == state.resume and not restarted.items().isdisjoint(
         state.launch.items()
@@ -128,14 +128,14 @@ def plan_resume(
             return ResumePlan((_locate_start(state.resumed_from, store),), branches=True)
     if resume not in ("auto", "fresh"):
         candidate = _locate_named(resume, state, store)
-        begins_with = begins_with.replace(resumed_from=str(candidate))
-        return ResumePlan((candidate,), branches=True, fresh=fresh, begins_with=begins_with)
+        new_start = new_start.replace(resumed_from=str(candidate))
+        return ResumePlan((candidate,), branches=True, fresh=fresh, new_start=new_start)
     if not fresh and state.init_from not in (None, init_from):
         started = f"{store}: no checkpoint yet of the run, which started from {state.init_from}"
         same_start = f"init_from={shlex.quote(state.init_from)}"
         remedy = f"use {same_start}, or resume=fresh for another start"
         raise ConfigError(f"init_from: {init_from or 'null'}, but {started}; {remedy}")
-    plan = ResumePlan(fresh=fresh, begins_with=begins_with)
+    plan = ResumePlan(fresh=fresh, new_start=new_start)
     if init_checkpoint is None:
         return plan
     return replace(plan, init_candidates=(_locate("init_from", init_checkpoint, store),))

@@ -191,12 +191,12 @@ class BucketCheckpoints(RunCheckpoints):
                 files = [file for file in sizes if file != MANIFEST]
                 self.bucket.delete([f"checkpoints/{name}/{file}" for file in files])
 
-    def announce(self, state: RunState) -> None:
+    def record_early(self, state: RunState) -> None:
         assert self._run_dir is not None
         if not self._movable() and not has_files(self._run_dir):
             self.write_state(state)
 
-    def begin(self, state: RunState, *, fresh: bool) -> None:
+    def record_start(self, state: RunState, *, fresh: bool) -> None:
         """Record a start, and if `fresh` move the files of earlier runs here and on this disk."""
         assert self._run_dir is not None
         is_stored = len(self._movable()) > 0

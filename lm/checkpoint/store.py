@@ -152,10 +152,10 @@ class CheckpointStore(ABC):
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         """Delete the checkpoints that are `expired`, and what killed saves left."""
 
-    def announce(self, state: RunState) -> None:  # noqa: B027
+    def record_early(self, state: RunState) -> None:  # noqa: B027
         """Record a start before its weights are loaded, if it has no files to move aside."""
 
-    def begin(self, state: RunState, *, fresh: bool) -> None:  # noqa: B027
+    def record_start(self, state: RunState, *, fresh: bool) -> None:  # noqa: B027
         """Record a start that does not resume from a checkpoint of this run, off the cluster.
 
         Args:
@@ -274,11 +274,11 @@ class LocalCheckpoints(RunCheckpoints):
                 discard(path)
         settle(self.path)
 
-    def announce(self, state: RunState) -> None:
+    def record_early(self, state: RunState) -> None:
         if not has_files(self.path.parent):
             self.write_state(state)
 
-    def begin(self, state: RunState, *, fresh: bool) -> None:
+    def record_start(self, state: RunState, *, fresh: bool) -> None:
         begin_run(self.path.parent, state, fresh=fresh)
 
 

@@ -61,7 +61,7 @@ class MetricLogger:
             problem = f"cannot write metrics ({error.strerror}); complete checkpoints are kept"
             raise RunError(f"{where}: {problem}", rank_local=True) from None
 
-    def start(
+    def open(
         self,
         step: int,
         missing: Collection[str] = (),

@@ -29,7 +29,7 @@ class Losses(NamedTuple):
     """of a mixture of experts that trains"""
 
     @property
-    def minimized(self) -> Tensor:
+    def minimized_sum(self) -> Tensor:
         """The sum of what is minimized: the loss, and that of a mixture's balance."""
         if self.routed is None:
             return self.loss_sum

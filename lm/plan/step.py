@@ -324,7 +324,7 @@ def _step(
         is_last = number == n_micro_batches - 1
         parallelize.start_micro_step(model, hp.parallel, is_last)
         live.start_phase(FORWARD)
-        loss = objective.losses(model, micro_batch).minimized
+        loss = objective.losses(model, micro_batch).minimized_sum
         live.start_phase(BACKWARD_OF_LAST)
         (loss * scaler.scale).backward()
         del loss

@@ -255,7 +255,7 @@ def started(
     run_dir: Path | None, *, step: int = 0, rank: int = 0, cluster: Cluster | None = None
 ) -> MetricLogger:
     logger = MetricLogger(rank, run_dir, cluster or Cluster(), max_steps=100)
-    logger.start(step)
+    logger.open(step)
     return logger
 
 
@@ -294,7 +294,7 @@ def test_logger_resumes_long_files_as_short_ones(tmp_path: Path, start: int) -> 
     ]
     path.write_text("\n".join(reports) + "\n")
     with MetricLogger(0, tmp_path, Cluster(), max_steps=100) as logger:
-        logger.start(start, {"training"})
+        logger.open(start, {"training"})
     kept = [line for line in reports if json.loads(line)["step"] <= start]
     if start:
         del kept[-2]

@@ -100,12 +100,12 @@ def test_report_counts_sessions_and_the_best_validation() -> None:
 def test_report_after_a_stop_has_the_step_that_was_saved() -> None:
     run = make_run("a")
     with MetricLogger(0, run, DummyTrainContext(), max_steps=30) as logger:
-        logger.start(20)
+        logger.open(20)
         logger.log_checkpoint(25, "uuid")
     facts = report.RunRecords(run).summarize()
     assert (facts["steps"], facts["tokens"]) == ("25 of 30", "25,000")
     with MetricLogger(0, run, DummyTrainContext(), max_steps=30) as logger:
-        logger.start(20)  # the checkpoint of step 25 was damaged
+        logger.open(20)  # the checkpoint of step 25 was damaged
     assert report.RunRecords(run).summarize()["steps"] == "20 of 30"
 
 

@@ -59,7 +59,7 @@ def track_backward(hp: Hyperparameters, ranks: Ranks) -> int:
                 for micro_batch in range(n_micro_batches):
                     is_last = micro_batch == n_micro_batches - 1
                     parallelize.start_micro_step(model, hp.parallel, is_last)
-                    loss = NextToken().losses(model, MicroBatch(tokens, tokens)).minimized
+                    loss = NextToken().losses(model, MicroBatch(tokens, tokens)).minimized_sum
                     (loss * scale).backward()
                     del loss
         (parts,) = tracker.get_tracker_snapshot("peak").values()

@@ -408,9 +408,9 @@ def test_storage_moves_a_run_to_an_empty_machine(
         with machine(world, storage, tmp_path / "3") as (checkpointer, place):
             if storage.startswith("az:"):  # whose copies may end later
                 with pytest.raises(ConfigError, match="choose another run_name"):
-                    place.begin(RunState(), fresh=True)
+                    place.record_start(RunState(), fresh=True)
                 return
-            place.begin(RunState(), fresh=True)
+            place.record_start(RunState(), fresh=True)
             assert not place.list_saved()[0]
             assert not place.was_committed()
             (aside,) = {
@@ -490,10 +490,12 @@ def test_start_in_a_bucket_is_recorded_before_its_weights_are_loaded(
 ) -> None:
     place = BucketCheckpoints(f"{s3}/test", tmp_path)
     place.acquire()
-    place.announce(RunState(init_from="pretrained"))
+    place.record_early(RunState(init_from="pretrained"))
     assert BucketCheckpoints(f"{s3}/test").read_state().init_from == "pretrained"
     place.bucket.write("metrics.jsonl", b"")
-    place.announce(RunState(init_from="another"))  # whose start would move that file aside first
+    place.record_early(
+        RunState(init_from="another")
+    )  # whose start would move that file aside first
     assert BucketCheckpoints(f"{s3}/test").read_state().init_from == "pretrained"
     place.release()
 

@@ -337,7 +337,7 @@ def test_state_that_cannot_be_read_is_named_at_the_start(
 def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     run_dir = started()
     checkpoints = LocalCheckpoints(run_dir.checkpoints)
-    checkpoints.begin(RunState(), fresh=True)
+    checkpoints.record_start(RunState(), fresh=True)
     assert not list(run_dir.path.glob("before-*")), "nothing to move"
     run_dir.start({"lr": 0}, {"step": 0})
     for lr in (1, 2):  # within a second
@@ -345,7 +345,7 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
         run_dir.metrics.write_text(str(lr - 1))
         os.mkfifo(run_dir.path / "fifo")
         (run_dir.path / "link").symlink_to("nowhere")
-        checkpoints.begin(RunState(), fresh=True)
+        checkpoints.record_start(RunState(), fresh=True)
         run_dir.start({"lr": lr}, {"step": lr})
         assert f"lr: {lr}\n" in run_dir.config.read_text()
         assert not list(run_dir.checkpoints.iterdir())
