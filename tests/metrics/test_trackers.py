@@ -67,7 +67,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def logger(run_dir: Path, *names: str, step: int = 0, **hyperparameters: Any) -> MetricLogger:
     run_dir.mkdir(exist_ok=True)
     opened = MetricLogger(0, run_dir, DummyTrainContext(), max_steps=100)
-    opened.start(step, hyperparameters={"lr": 0.1, "tracker": list(names)} | hyperparameters)
+    opened.open(step, hyperparameters={"lr": 0.1, "tracker": list(names)} | hyperparameters)
     return opened
 
 
@@ -571,7 +571,7 @@ trackers.CLOSE_TIMEOUT = {timeout}
 train = DummyTrainContext()
 train._session = None  # the log is sent to no master
 opened = MetricLogger(0, {run_dir}, train, 100, {info})
-opened.start({step - 1}, hyperparameters={{"tracker": {list(names)}}})
+opened.open({step - 1}, hyperparameters={{"tracker": {list(names)}}})
 opened.log("training", {step}, {{"loss": {step}.0}})
 opened.set_status("completed")
 opened.close()
