@@ -88,7 +88,7 @@ MIXTURES = {
     "mixtral": "num_local_experts",
     "olmoe": "num_experts",
     "qwen3_5_moe_text": "num_experts",
-    "qwen3_moe": "num_experts",
+    "qwen3_moe": "num_local_experts",
 }
 """-> the key of how many experts they have: three, fewer than ranks"""
 DENSE = ("gemma3_text", "glm4", "granite", "olmo3", "phi3", "smollm3")

@@ -87,6 +87,7 @@ def complete_values(kind: str, sizes: Mapping[str, float] = {}, **changes: Any) 
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if key in values:
             values[key] = VOCABULARY
+    assert sizes.keys() <= values.keys()  # another name of a size would leave it as it is
     if "max_position_embeddings" in values:
         values["max_position_embeddings"] = 256
     return values | dict(sizes)
