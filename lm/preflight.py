@@ -57,7 +57,7 @@ from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task
-from lm.training import nf4, parallelize, profiling
+from lm.training import four_bits, parallelize, profiling
 from lm.training.config import WINDOW
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.units import format_number, format_parameters
@@ -367,7 +367,7 @@ def preflight(
     with world.all_or_none():
         choose_cache(dry_run)
         parallelize.check_offload(hp.parallel)
-        nf4.check_nf4(hp.lora)
+        four_bits.check_base_dtype(hp.lora)
         profiling.check_memory_snapshot(hp.profiling)
         mesh = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
         batch_size = derive_global_batch_size(hp.data, world.size)

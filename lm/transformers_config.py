@@ -104,6 +104,9 @@ class TransformersConfig(Config, frozen=True):
         description="the config of the language model, complete"
     )
     examined: Logged[Examined]
+    quantized_as: Logged[Literal["mxfp4", "fp8"] | None] = Field(
+        None, description="how the files of init_from hold weights"
+    )
     vocab_size: Fixed[VocabSize]
     max_seq_len: Fixed[int] = Field(gt=0, le=2**24)
     n_parameters: Fixed[int] = Field(gt=0)

@@ -150,9 +150,9 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
         yield "activation_checkpointing", f"{problem}; use {others[0]}"
     if hp.lora.lora_rank is not None and not examined.lora:
         yield "lora_rank", f"{kind} has no linear layers to adapt; remove lora_rank"
-    if hp.lora.base_dtype is not None and not examined.nf4:
+    if hp.lora.base_dtype == "nf4" and not examined.nf4:
         problem = f"quantized layers of {kind} do not compute what their weights do"
-        yield "base_dtype", f"{hp.lora.base_dtype}: {problem}; remove base_dtype"
+        yield "base_dtype", f"nf4: {problem}; remove base_dtype"
     if hp.parallel.compile is True and not examined.compilation:
         yield "compile", f"true, but layers of {kind} are no graphs to compile; remove compile"
     if hp.precision.float8 is not None:

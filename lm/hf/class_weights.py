@@ -4,7 +4,8 @@ Tensors in files can have other names and layouts than the parameters of the cla
 expert instead of one of all, fused projections, prefixes of a model that contains the language
 model. `from_pretrained` is called twice: at the start with tensors on the meta device, which shows
 whether each parameter is filled once; then, on one rank, with those of the files, mapped into
-memory. Their values get to the shards of all ranks a few rows at a time.
+memory. Their values get to the shards of all ranks a few rows at a time. Weights that stay in MXFP4
+are not among them: each rank reads the bytes of its rows.
 
 Code that is next to the weights is not executed.
 """
@@ -15,8 +16,8 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lm.checkpoint.headers import full_shape
-from lm.checkpoint.tensor_files import require_finite, torch_dtype
+from lm.checkpoint.headers import TensorSlice, full_shape
+from lm.checkpoint.manifest import CheckpointError
+from lm.checkpoint.tensor_files import Source, read_into, require_finite, torch_dtype
 from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, RunError, error_prefix, limit_problems
 from lm.hf.files import (
@@ -37,7 +39,10 @@ from lm.hf.files import (
     read_object,
 )
 from lm.hf.quantization import (
+    BLOCKS,
     DEQUANTIZED,
+    LARGEST_EXPONENT,
+    SCALES,
     as_dequantized,
     dequantizing,
     quantization_of,
@@ -46,7 +51,9 @@ from lm.hf.quantization import (
 from lm.hf.saved_model import build_saved_model, find_names
 from lm.runtime.world import World
 from lm.shards import local_rows
-from lm.training import nf4
+from lm.training import four_bits
+from lm.training.experts import find_in_mxfp4
+from lm.training.four_bits import MXFP4
 from lm.transformers_model import (
     build_network,
     language_model_of,
@@ -92,10 +99,13 @@ class ClassWeights:
         return [name for name in self.saved.state_dict() if name not in self.names]
 
     @torch.no_grad()
-    def load_saved(self) -> dict[str, Tensor]:
+    def load_saved(self, in_mxfp4: Collection[str] = ()) -> dict[str, Tensor]:
         """Return all tensors of the model that was saved, by name there, in memory once.
 
         Those that are not converted are pages of the files.
+
+        Args:
+            in_mxfp4: names there of tensors that are not dequantized, of which values are not read.
         """
         from safetensors import SafetensorError  # benchmarks.gpu runs without
         from safetensors.torch import load_file
@@ -106,6 +116,10 @@ class ClassWeights:
                 tensors |= load_file(follow_links(path))
             except (OSError, SafetensorError) as error:  # since its header was read
                 raise RunError(f"{path}: cannot be read: {error}") from None
+        for name in in_mxfp4:
+            del tensors[name + BLOCKS], tensors[name + SCALES]
+            # One value in memory for all.
+            tensors[name] = torch.zeros((), dtype=self.dtype).expand(self.stored[name].shape)
         config = copy.deepcopy(self.config)
         dequantize = None
         if self.quantization is not None:
@@ -119,16 +133,22 @@ class ClassWeights:
         return loaded.model.state_dict()
 
     @torch.no_grad()
-    def load(self) -> dict[str, Tensor]:
+    def load(self, in_mxfp4: Collection[str] = ()) -> dict[str, Tensor]:
         """Return all tensors of the network by name, complete, in the dtype of the files.
+
+        Args:
+            in_mxfp4: names in `saved` of tensors that are left out.
 
         Raises:
             ConfigError: a weight differs from the one that it is tied to.
             CheckpointError: one is inf or NaN.
             RunError: a file cannot be read.
         """
-        saved = self.load_saved()
-        tensors = {name: saved[place] for place, name in self.names.items()}
+        saved = self.load_saved(in_mxfp4)
+        tensors: dict[str, Tensor] = {}
+        for place, name in self.names.items():
+            if place not in in_mxfp4:
+                tensors[name] = saved[place]
         for name, tensor in tensors.items():
             require_finite(tensor, self.directory / name)
             first_name = self.tied_to[name]
@@ -149,20 +169,41 @@ class ClassWeights:
             world: all ranks, of which the first one loads; None = this process alone.
 
         Raises:
-            ConfigError, CheckpointError: see `load`.
+            ConfigError, CheckpointError: see `load`; or a weight that `network` has in MXFP4 is not
+                in it in the files.
         """
+        targets: dict[str, Tensor] = dict(network.named_buffers())
+        targets |= dict(network.named_parameters())
+        with nullcontext() if world is None else world.all_or_none():
+            in_mxfp4 = self._read_in_mxfp4(network, targets)
         if world is None:
-            values = self.load()
+            values = self.load(in_mxfp4)
         else:
-            values = world.run_in_thread_on_rank0(self.load) or {}
+            values = world.run_in_thread_on_rank0(self.load, in_mxfp4) or {}
         dtypes = {name: tensor.dtype for name, tensor in values.items()}
         if world is not None:
             dtypes = world.all_gather_object(dtypes)[0]
-        targets: dict[str, Tensor] = dict(network.named_buffers())
-        targets |= dict(network.named_parameters())
         for name, dtype in dtypes.items():
             if name in targets:  # else it is tied to another one
                 _fill(targets[name], values.get(name), dtype, world)
+
+    def _read_in_mxfp4(self, network: nn.Module, targets: Mapping[str, Tensor]) -> list[str]:
+        """Fill this rank's shards of what `network` has in MXFP4; return names in `saved`."""
+        kept = find_in_mxfp4(network)
+        if not kept:
+            return []
+        slices = find_slices(self.directory)
+        filled: list[str] = []
+        for place, name in self.names.items():
+            if name not in kept:
+                continue
+            blocks = slices.get(place + BLOCKS)
+            if blocks is None:
+                problem = f"base_dtype: mxfp4: {self.directory}: {place} is not in MXFP4"
+                raise ConfigError(f"{problem}; use base_dtype: nf4, or remove base_dtype")
+            _fill_with_mxfp4(targets[name], self.directory / place, blocks, slices[place + SCALES])
+            filled.append(place)
+        return filled
 
     def dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """Return the dtype of each tensor of `saved` in files of `dtype`, by name in `saved`.
@@ -200,10 +241,10 @@ class ClassWeights:
         if problems:
             raise ConfigError(f"{self.directory}: {_UNWRITABLE}:", *limit_problems(problems))
 
-    def notes(self) -> list[str]:
-        """Return a line on each thing in the files that is not read as it is."""
+    def notes(self, network: nn.Module) -> list[str]:
+        """Return a line on each thing in the files that `network` does not have as it is."""
         notes: list[str] = []
-        if self.quantization is not None:
+        if self.quantization is not None and not find_in_mxfp4(network):
             notes.append(DEQUANTIZED)
         if self.other_parts:
             others = f"{len(self.other_parts)} tensors of its other parts"
@@ -251,7 +292,7 @@ def _fill(target: Tensor, value: Tensor | None, dtype: torch.dtype, world: World
         if value is not None:
             of_value = value.view(n_rows, *value.shape[1:])[first:stop].to(local.device)
             if dtype != value.dtype:
-                of_value = nf4.quantize(of_value)
+                of_value = four_bits.quantize_nf4(of_value)
             rows.copy_(of_value)
         if world is not None:
             world.broadcast(rows)
@@ -259,6 +300,28 @@ def _fill(target: Tensor, value: Tensor | None, dtype: torch.dtype, world: World
         end = min(stop, start + len(local))
         if begin < end:
             local[begin - start : end - start] = rows[begin - first : end - first]
+
+
+def _fill_with_mxfp4(
+    target: Tensor, path: Path, blocks: list[TensorSlice], scales: list[TensorSlice]
+) -> None:
+    """Fill this rank's rows of `target`, bytes of MXFP4, a few experts at a time.
+
+    Raises:
+        CheckpointError: an exponent is so large that its largest value is not in float32.
+    """
+    local, start = local_rows(target)
+    n_scales = target.shape[2] - MXFP4.inner_width(target.shape[2]) // 2
+    row_bytes = target.shape[1:].numel()
+    for rows in local.split(max(1, SENT_BYTES // row_bytes)):
+        exponents = torch.empty(*rows.shape[:2], n_scales, dtype=torch.uint8)
+        pairs = torch.empty(*exponents.shape, MXFP4.block // 2, dtype=torch.uint8)
+        read_into(exponents, Source(scales, start))
+        read_into(pairs, Source(blocks, start))
+        if (exponents > LARGEST_EXPONENT).any():
+            raise CheckpointError(f"{path}: contains inf or NaN")
+        rows.copy_(torch.cat([pairs.flatten(2), exponents], dim=2))
+        start += len(rows)
 
 
 # ---- opening

@@ -61,7 +61,7 @@ from lm.hf.small_config import (
 from lm.launch.console import warn
 from lm.program import describe_packages, describe_program
 from lm.storage.cache import cached, remembered
-from lm.training import lora, nf4, parallelize
+from lm.training import four_bits, lora, parallelize
 from lm.training.lora import LoraConfig
 from lm.training.roles import is_selector
 from lm.transformers_config import (
@@ -681,7 +681,7 @@ class _Exam:
             if tensors[name].shape == tensor.shape:
                 tensors[name].copy_(tensor)
             else:
-                tensors[name].copy_(nf4.quantize(tensor))
+                tensors[name].copy_(four_bits.quantize_nf4(tensor))
         return model.train()
 
     @cached_property
@@ -903,7 +903,7 @@ class _Exam:
                 adapter.copy_(adapters[name])
             for name, weight in merged.named_parameters():
                 if bases[name].shape != weight.shape:
-                    rows = nf4.dequantize(bases[name].flatten(0, -2), weight.dtype)
+                    rows = four_bits.NF4.dequantize(bases[name].flatten(0, -2), weight.dtype)
                     weight.copy_(rows.view_as(weight))
                 adapters.merge(name, weight)
             document = self.documents[0]

@@ -21,7 +21,12 @@ MXFP4 = "mxfp4"
 FP8 = "fp8"
 _GROUP = 32
 """values of MXFP4 that share an exponent"""
-_SCALES = "_scale_inv"
+BLOCKS = "_blocks"
+SCALES = "_scales"
+"""what the names of the indices and the exponents of MXFP4 end with"""
+LARGEST_EXPONENT = 252
+"""of MXFP4, plus 127, with which its largest value, 6, is in float32"""
+_SCALES_OF_FP8 = "_scale_inv"
 """what the name of the scales of FP8 ends with"""
 _BYTES_OF_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -87,12 +92,12 @@ def as_dequantized(
         return tensors
     method = quantization["quant_method"]
     for name, values in stored.items():
-        if method == MXFP4 and name.endswith("_blocks"):
-            place = name.removesuffix("_blocks")
+        if method == MXFP4 and name.endswith(BLOCKS):
+            place = name.removesuffix(BLOCKS)
             del tensors[name]
-            tensors[place] = _of_mxfp4(name, values, tensors.pop(f"{place}_scales", None))
-        elif method == FP8 and _is_fp8(values) and not name.endswith(_SCALES):
-            scales = tensors.pop(name + _SCALES, None)
+            tensors[place] = _of_mxfp4(name, values, tensors.pop(place + SCALES, None))
+        elif method == FP8 and _is_fp8(values) and not name.endswith(_SCALES_OF_FP8):
+            scales = tensors.pop(name + _SCALES_OF_FP8, None)
             tensors.pop(f"{name.removesuffix('weight')}activation_scale", None)
             tensors[name] = _of_fp8(name, values, scales, quantization)
     return tensors

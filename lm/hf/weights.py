@@ -5,6 +5,7 @@ Only safetensors files are read: weights in pickles (`.bin`) are refused.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ from lm.metrics.device import GIB, peak_memory_gib
 from lm.model_config import MAX_SIZE
 from lm.runtime.world import World
 from lm.shards import local_rows
-from lm.training import lora, nf4
+from lm.training import four_bits, lora
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     AnyModel,
@@ -239,7 +240,7 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
             computes other logits than the language model in it; or its weights are quantized in a
             way that is not read.
     """
-    quantization_of(raw)
+    quantization = quantization_of(raw)
     values = text_config(raw)
     length = DEFAULT_LENGTH
     for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
@@ -266,6 +267,7 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
         return TransformersConfig(
             transformers_config=values,
             examined=examined,
+            quantized_as=None if quantization is None else quantization["quant_method"],
             vocab_size=values["vocab_size"],
             max_seq_len=length,
             **measure_sizes(build_network(transformers_model.read_config(values)))._asdict(),
@@ -298,6 +300,8 @@ def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]
             config = model_of(directory, manifest)
         except RunError:
             return {}  # who loads it says why; a run that resumes does not need it
+        if isinstance(config, TransformersConfig):  # a checkpoint has dequantized weights
+            config = config.model_copy(update={"quantized_as": None})
         its_tokenizer = None
         if TOKENIZER_JSON in manifest.files:
             its_tokenizer = str(directory)
@@ -372,8 +376,9 @@ def load_into(
         else:
             notes = read_directory(directory, model)
     if opened is not None:
-        opened.read(cast(TransformersModel, model).network, world)
-        notes = opened.notes()
+        network = cast(TransformersModel, model).network
+        opened.read(network, world)
+        notes = opened.notes(network)
     peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))
     seconds = time.monotonic() - started
     memory = f"peak memory {format_bytes(peak)} per rank"
@@ -399,7 +404,7 @@ def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
     if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
         opened = open_weights(directory)
         opened.read(model.network)
-        return opened.notes()
+        return opened.notes(model.network)
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
@@ -418,12 +423,12 @@ def _read_weight(tensor: Tensor, source: Source) -> None:
         read_into(tensor, source)
         return
     local, start = local_rows(tensor)
-    inner = nf4.inner_width(tensor.shape[1])
-    n_rows = max(1, READ_BYTES // (4 * inner))
+    shape = (*tensor.shape[1:-1], four_bits.NF4.inner_width(tensor.shape[-1]))
+    n_rows = max(1, READ_BYTES // (4 * math.prod(shape)))
     for target in local.split(n_rows):
-        rows = torch.empty(len(target), inner, device=local.device)
+        rows = torch.empty(len(target), *shape, device=local.device)
         read_into(rows, source._replace(start=source.start + start))
-        target.copy_(nf4.quantize(rows))
+        target.copy_(four_bits.quantize_nf4(rows))
         start += len(target)
 
 

@@ -35,7 +35,7 @@ from lm.memory import Ranks, count_micro_steps
 from lm.objectives.dpo import DPO
 from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
-from lm.training import nf4, optim, parallelize, precision
+from lm.training import four_bits, optim, parallelize, precision
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import AnyModel, one_line, quiet
 from model import ModelConfig, find_logits_limit
@@ -71,7 +71,7 @@ def host_bytes(peaks: Mapping[str, Memory]) -> int:
     return state + max(memory.get(COPIES, 0) for memory in peaks.values())
 
 
-_COMPUTED_BY = {**delta_rule.COMPUTED_BY, **nf4.COMPUTED_BY}
+_COMPUTED_BY = {**delta_rule.COMPUTED_BY, **four_bits.COMPUTED_BY}
 """What our operators run, by operator."""
 
 

@@ -56,10 +56,10 @@ class LoraConfig(Config, frozen=True):
             "meanings": {"alllinear": "did you mean null?"},
         },
     )
-    base_dtype: OfAdapters[Fixed[Literal["nf4"] | None]] = Field(
+    base_dtype: OfAdapters[Fixed[Literal["nf4", "mxfp4"] | None]] = Field(
         None,
         description="dtype of the blocks' frozen matrices; nf4 = 4.5 bits a weight, as in QLoRA;"
-        " null = the compute dtype",
+        " mxfp4 = experts as the files have them, 4.25 bits; null = the compute dtype",
         json_schema_extra={"aliases": ["bnb_4bit_quant_type", "quantize"]},
     )
 
@@ -115,6 +115,13 @@ def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tupl
     if config.base_dtype == "nf4" and all(inner % NF4_BLOCK for inner in widths):
         problem = f"no linear layer of the blocks has a multiple of {NF4_BLOCK} inputs"
         yield "base_dtype", f"nf4: {problem}; remove base_dtype"
+    if config.base_dtype == "mxfp4":
+        if not isinstance(model, TransformersConfig) or model.quantized_as != "mxfp4":
+            problem = "the weights of init_from are not in MXFP4 (quantization_config)"
+            yield "base_dtype", f"mxfp4: {problem}; use nf4, or remove base_dtype"
+        elif not model.examined.experts:
+            problem = f"experts of {model.model_type} do not compute what their weights do"
+            yield "base_dtype", f"mxfp4: {problem}; remove base_dtype"
     adaptable = adaptable_layers(model)
     kinds = list(dict.fromkeys(layers.kind for layers in adaptable))
     if isinstance(config.lora_targets, list):

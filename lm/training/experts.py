@@ -1,4 +1,4 @@
-"""Experts of classes of transformers on a frozen base: their matrices in NF4, and with adapters.
+"""Experts of classes of transformers on a frozen base: in four bits, and with adapters.
 
 transformers calls the experts of most classes through one interface, `use_experts_implementation`:
 a class has one tensor with the matrices of all its experts, `(E, out, in)` or `(E, in, out)`, for
@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from lm.grouped_mm import Routes, grouped_mm, sort_by_expert
-from lm.training import nf4
+from lm.training import four_bits
 from lm.training.config import LoraConfig
+from lm.training.four_bits import FORMATS, MXFP4
 from lm.transformers_model import find_expert_matrices
 from lm.transformers_private import apply_gate
 
 
-def convert_experts(
-    module: nn.Module, name: str, config: LoraConfig, kept: set[nn.Parameter]
-) -> None:
+def convert_experts(module: Any, name: str, config: LoraConfig, kept: set[nn.Parameter]) -> None:
     """Hold the matrices of experts in `base_dtype`, and add adapters, in place.
 
     Does nothing if `module` has no such matrices.
@@ -38,14 +37,17 @@ def convert_experts(
     """
     rank = config.lora_rank
     assert rank is not None
+    form = FORMATS.get(config.base_dtype or "")
     lora_a = nn.ParameterDict()
     lora_b = nn.ParameterDict()
     is_changed = False
     for matrix in find_expert_matrices(module):
         weight = getattr(module, matrix.name)
-        if config.base_dtype == "nf4" and weight not in kept and nf4.has_complete_blocks(weight):
-            setattr(module, matrix.name, nf4.empty_packed(weight))
-            is_changed = True
+        if form is not None and weight not in kept:
+            rows = weight.mT if module.is_transposed and form.is_by_output else weight
+            if form.has_complete_blocks(rows):
+                setattr(module, matrix.name, form.empty_packed(rows))
+                is_changed = True
         if config.adapts(f"{name}.{matrix.name}", matrix.out, matrix.inner, of_experts=True):
             options: dict[str, Any] = {"device": weight.device, "dtype": torch.float32}
             a = torch.empty(matrix.n_experts, rank, matrix.inner, **options)
@@ -54,9 +56,21 @@ def convert_experts(
             lora_b[matrix.name] = nn.Parameter(b)
             is_changed = True
     if is_changed:
+        module.form = form
         module.lora_A = lora_a
         module.lora_B = lora_b
         module.forward = partial(compute_experts, module, config.lora_scale)
+
+
+def find_in_mxfp4(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of `model` that `convert_experts` holds in MXFP4."""
+    names: set[str] = set()
+    for path, module in model.named_modules():
+        if getattr(module, "form", None) is MXFP4:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dtype == torch.uint8:
+                    names.add(f"{path}.{name}")
+    return names
 
 
 def compute_experts(
@@ -90,7 +104,9 @@ def _project(experts: Any, name: str, scale: float, x: Tensor, routes: Routes) -
         matrices = weight if experts.is_transposed else weight.mT  # E in out
         y = grouped_mm(x.to(weight.dtype), matrices, routes.ends)
     else:
-        y = nf4.grouped_mm(x, weight, routes.ends, experts.is_transposed)
+        form = experts.form
+        is_transposed = experts.is_transposed and not form.is_by_output
+        y = four_bits.grouped_mm(x, weight, routes.ends, form.name, is_transposed)
     if name in experts.lora_A:
         a = getattr(experts.lora_A, name)
         b = getattr(experts.lora_B, name)

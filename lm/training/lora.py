@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.training import nf4
+from lm.training import four_bits
 from lm.training.config import LoraConfig
 from lm.training.experts import convert_experts
-from lm.training.nf4 import NF4Linear
+from lm.training.four_bits import FORMATS, NF4Linear
 from lm.training.roles import find_decayed
 from lm.transformers_config import AnyModelConfig
 from lm.transformers_model import (
@@ -50,7 +50,7 @@ class LoraLinear(nn.Module):
         assert rank is not None
         self.weight = base.weight
         self.bias = base.bias
-        self.product = nf4.linear if isinstance(base, NF4Linear) else F.linear
+        self.product = four_bits.linear if isinstance(base, NF4Linear) else F.linear
         self.scale = config.lora_scale
         self.dropout = config.lora_dropout
         options: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
@@ -88,7 +88,7 @@ def add_adapters(
             frozen: nn.Linear | NF4Linear = layer
             is_free = layer.weight not in ever_kept
             is_free = is_free and not reads_weight(type(parent), name, or_dtype=True)
-            if config.base_dtype == "nf4" and is_free and nf4.is_supported(layer):
+            if config.base_dtype == "nf4" and is_free and four_bits.is_supported(layer):
                 frozen = NF4Linear(layer)
             is_target = config.adapts(name, layer.out_features, layer.in_features)
             is_target = is_target and not reads_weight(type(parent), name)  # it would be ignored
@@ -102,9 +102,9 @@ def notes(config: LoraConfig, model: AnyModel) -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def _n_weights(parameter: Tensor) -> int:
-    if parameter.dtype == torch.uint8:
-        return nf4.count_weights(parameter)
+def _n_weights(config: LoraConfig, parameter: Tensor) -> int:
+    if config.base_dtype is not None and parameter.dtype == torch.uint8:
+        return FORMATS[config.base_dtype].count_weights(parameter)
     return parameter.numel()
 
 
@@ -126,7 +126,7 @@ def _describe_left_out(config: LoraConfig, model: AnyModel) -> str | None:
             for leaf, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad or parameter not in decayed:
                     continue  # a matrix of an adapter, a norm, a bias
-                n_weights = _n_weights(parameter)
+                n_weights = _n_weights(config, parameter)
                 total += n_weights
                 is_layer = isinstance(module, nn.Linear | NF4Linear)
                 is_expected = is_layer and isinstance(config.lora_targets, list)
@@ -157,7 +157,7 @@ def _describe_dense(config: LoraConfig, model: AnyModel) -> str | None:
     for block in model.blocks:
         for name, parameter in block.named_parameters():
             if parameter.dtype == torch.uint8:
-                n_quantized += _n_weights(parameter)
+                n_quantized += _n_weights(config, parameter)
             elif not parameter.requires_grad:
                 dense[without_numbers(name)] += parameter.numel()
     total = n_quantized + dense.total()

@@ -105,7 +105,7 @@ SAVE_OPS = {
     torch.ops.higher_order.flex_attention,
     torch.ops.lm.attend_to_spans.default,
     torch.ops.lm.grouped_mm.default,
-    torch.ops.lm.nf4_grouped_mm.default,
+    torch.ops.lm.four_bit_grouped_mm.default,
     torch.ops.lm.gated_delta_rule.default,
 }
 """Operators whose outputs selective activation checkpointing saves.

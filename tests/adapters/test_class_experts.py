@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError
 from lm.hf import export
-from lm.training import lora, nf4, parallelize
+from lm.training import four_bits, lora, parallelize
+from lm.training.four_bits import FORMATS, NF4, Format, quantize_nf4
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import NETWORK, new_model
 from tests.support.hf import complete_values, read_with_model_defaults, save_model, train_reference
@@ -41,9 +42,9 @@ def test_bits_are_those_of_bitsandbytes_for_the_matrix_of_each_expert(dtype: tor
     weight = torch.randn(3, 20, 192, generator=torch.Generator().manual_seed(0))
     weight[1] *= torch.logspace(-3, 3, 20)[:, None]
     weight = weight.to(dtype)
-    packed = nf4.quantize(weight)
+    packed = quantize_nf4(weight)
     assert packed.shape == (3, 20, 108)
-    assert nf4.count_weights(packed) == weight.numel()
+    assert NF4.count_weights(packed) == weight.numel()
     for of_expert, matrix in zip(packed, weight, strict=True):
         expected, state = functional.quantize_4bit(
             matrix, blocksize=64, quant_type="nf4", compress_statistics=False
@@ -52,21 +53,31 @@ def test_bits_are_those_of_bitsandbytes_for_the_matrix_of_each_expert(dtype: tor
         scales = of_expert[:, 96:].contiguous().view(torch.float32)
         assert scales.flatten().equal(state.absmax)
         dequantized = functional.dequantize_4bit(expected, state)
-        assert nf4.dequantize(of_expert, dtype).equal(dequantized)
+        assert NF4.dequantize(of_expert, dtype).equal(dequantized)
 
 
 ENDS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
 """of groups, of which two have no rows"""
 
 
+def random_bytes(form: Format, generator: torch.Generator) -> Tensor:
+    """Bytes of `(4, 64, 128)` weights."""
+    if form is NF4:
+        return quantize_nf4(torch.randn(4, 64, 128, generator=generator))
+    pairs = torch.randint(256, (4, 64, 64), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 128, (4, 64, 4), generator=generator, dtype=torch.uint8)
+    return torch.cat([pairs, scales], dim=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_products_are_those_of_dequantized_matrices(
-    is_transposed: bool, dtype: torch.dtype
+    form: Format, is_transposed: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    packed = nf4.quantize(torch.randn(4, 64, 128, generator=generator))
-    dense = nf4.dequantize(packed.flatten(0, 1), dtype).view(4, 64, 128)
+    packed = random_bytes(form, generator)
+    dense = form.dequantize(packed.flatten(0, 1), dtype).view(4, 64, 128)
     matrices = dense if is_transposed else dense.mT
     x = torch.randn(20, matrices.shape[1], generator=generator).to(dtype).requires_grad_()
     saved: list[torch.Size] = []
@@ -76,7 +87,7 @@ def test_products_are_those_of_dequantized_matrices(
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = nf4.grouped_mm(x, packed, ENDS, is_transposed)
+        y = four_bits.grouped_mm(x, packed, ENDS, form.name, is_transposed)
     starts = [0, *ENDS.tolist()]
     groups = [x[start:end] for start, end in zip(starts, ENDS.tolist(), strict=False)]
     expected = torch.cat([rows @ matrix for rows, matrix in zip(groups, matrices, strict=True)])
@@ -86,7 +97,8 @@ def test_products_are_those_of_dequantized_matrices(
     assert gradient.equal(torch.autograd.grad(expected, x, direction)[0])
     assert sorted(saved) == sorted([packed.shape, ENDS.shape])
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(nf4.grouped_mm, (x, packed, ENDS, is_transposed), test_utils=tests)
+    arguments = (x, packed, ENDS, form.name, is_transposed)
+    torch.library.opcheck(four_bits.grouped_mm, arguments, test_utils=tests)
 
 
 # ---- runs
@@ -202,8 +214,8 @@ def load_dequantized(folder: Path, hp: Hyperparameters) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if packed[name].dtype == torch.uint8:
-                rows = nf4.quantize(parameter).flatten(0, -2)
-                parameter.copy_(nf4.dequantize(rows, torch.float32).view_as(parameter))
+                rows = quantize_nf4(parameter).flatten(0, -2)
+                parameter.copy_(NF4.dequantize(rows, torch.float32).view_as(parameter))
                 n_experts += parameter.dim() == 3
     assert (n_experts > 0) is (hp.lora.base_dtype == "nf4")
     return model

@@ -26,8 +26,9 @@ from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
 from lm.hf import weights
-from lm.training import lora, nf4
+from lm.training import four_bits, lora
 from lm.training.config import LoraConfig
+from lm.training.four_bits import NF4, NF4Linear, quantize_nf4
 from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import (
@@ -78,20 +79,20 @@ SCALES = [0.78125, 0.0, 0.78125, 2.34375]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_quantized_bytes_are_those_recorded_from_bitsandbytes(dtype: torch.dtype) -> None:
-    indices, scales = split_rows(nf4.quantize(exact_weight().to(dtype)))
+    indices, scales = split_rows(quantize_nf4(exact_weight().to(dtype)))
     assert indices.hex() == INDICES
     assert scales == SCALES
 
 
 def test_dequantized_weight_is_the_nearest_level_times_the_scale() -> None:
     weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    packed = nf4.quantize(weight)
+    packed = quantize_nf4(weight)
     assert packed.numel() * 8 == 4.5 * weight.numel()
-    found = nf4.dequantize(packed, torch.float32)
+    found = NF4.dequantize(packed, torch.float32)
     for block, values in zip(weight.view(-1, 64), found.view(-1, 64), strict=True):
         scale = block.abs().max().item()
         for value, dequantized in zip(block.tolist(), values.tolist(), strict=True):
-            nearest = min(nf4.LEVELS, key=lambda level: abs(level - value / scale))
+            nearest = min(NF4.levels, key=lambda level: abs(level - value / scale))
             assert dequantized == torch.tensor(nearest).mul(scale).item()
 
 
@@ -106,38 +107,38 @@ def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     expected, state = functional.quantize_4bit(
         weight, blocksize=64, quant_type="nf4", compress_statistics=False
     )
-    packed = nf4.quantize(weight)
+    packed = quantize_nf4(weight)
     indices, scales = split_rows(packed)
     assert indices == bytes(expected.flatten().tolist())
     assert scales == state.absmax.tolist()
     dequantized = functional.dequantize_4bit(expected, state)
-    assert nf4.dequantize(packed, dtype).equal(dequantized)
+    assert NF4.dequantize(packed, dtype).equal(dequantized)
 
 
 def test_dequantizes_as_before_after_a_plan_did_on_fake_tensors() -> None:
-    packed = nf4.quantize(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)))
+    packed = quantize_nf4(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)))
     with FakeTensorMode() as fake:
-        nf4.dequantize(fake.from_tensor(packed), torch.float32)
-    first = nf4.dequantize(packed, torch.float32)
+        NF4.dequantize(fake.from_tensor(packed), torch.float32)
+    first = NF4.dequantize(packed, torch.float32)
     assert type(first) is torch.Tensor
     assert first.abs().amax() <= packed[:, 32:].contiguous().view(torch.float32).amax()
 
 
 def test_blocks_of_rows_dequantize_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = nf4.quantize(torch.randn(7, 128, generator=torch.Generator().manual_seed(0)))
-    expected = nf4.dequantize(packed, torch.bfloat16)
-    monkeypatch.setattr(nf4, "BLOCK_BYTES", 2 * 4 * 128)
-    assert nf4.dequantize(packed, torch.bfloat16).equal(expected)
+    packed = quantize_nf4(torch.randn(7, 128, generator=torch.Generator().manual_seed(0)))
+    expected = NF4.dequantize(packed, torch.bfloat16)
+    monkeypatch.setattr(four_bits, "CHUNK_BYTES", 2 * 4 * 128)
+    assert NF4.dequantize(packed, torch.bfloat16).equal(expected)
 
 
 # ---- a layer
 
 
-def make_layer(n_out: int, inner: int, dtype: torch.dtype, bias: bool = True) -> nf4.NF4Linear:
+def make_layer(n_out: int, inner: int, dtype: torch.dtype, bias: bool = True) -> NF4Linear:
     torch.manual_seed(0)
     base = nn.Linear(inner, n_out, bias=bias)
-    layer = nf4.NF4Linear(base).requires_grad_(False).to(dtype)
-    layer.weight.copy_(nf4.quantize(base.weight.detach()))
+    layer = NF4Linear(base).requires_grad_(False).to(dtype)
+    layer.weight.copy_(quantize_nf4(base.weight.detach()))
     return layer
 
 
@@ -148,7 +149,7 @@ def test_layer_computes_with_the_dequantized_weight(dtype: torch.dtype) -> None:
     x = torch.randn(2, 5, 128, dtype=dtype, requires_grad=True)
     y = layer(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x)
-    expected = F.linear(x, nf4.dequantize(layer.weight, dtype), layer.bias)
+    expected = F.linear(x, NF4.dequantize(layer.weight, dtype), layer.bias)
     assert y.equal(expected)
     assert grad.equal(torch.autograd.grad(expected.square().sum(), x)[0])
 
@@ -397,8 +398,8 @@ def dense_model(bases: dict[str, Path], checkpoint: Path, is_quantized: bool) ->
     weights.read_directory(bases["llama"], model)
     for name, parameter in model.named_parameters():
         if is_quantized and name.startswith("blocks.") and parameter.ndim == 2:
-            packed = nf4.quantize(parameter.detach())
-            parameter.data.copy_(nf4.dequantize(packed, torch.float32))
+            packed = quantize_nf4(parameter.detach())
+            parameter.data.copy_(NF4.dequantize(packed, torch.float32))
         adapters.merge(name, parameter.data)
     return model.eval()
 
@@ -472,7 +473,7 @@ def test_export_merges_into_the_original_base_and_says_so(
     ("changes", "parts"),
     [
         ({"lora_rank": None}, ["base_dtype: needs lora_rank"]),
-        ({"base_dtype": "fp4"}, ['base_dtype: "fp4" is not nf4 or null']),
+        ({"base_dtype": "fp4"}, ['base_dtype: "fp4" is not one of nf4, mxfp4 or null']),
         ({"load_in_4bit": True}, ["load_in_4bit: .*base_dtype"]),
         ({"float8": "rowwise"}, ["float8: rowwise .*lora_rank: 4"]),
     ],
@@ -506,8 +507,8 @@ def test_models_without_a_layer_that_64_divides_are_refused(tmp_path: Path) -> N
 
 
 def test_nf4_is_refused_where_fsdp_shards_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    nf4.check_nf4(LoraConfig.model_validate({"lora_rank": 4, "base_dtype": "nf4"}))
-    monkeypatch.setattr(nf4, "SHARDS_BYTES", False)
-    nf4.check_nf4(LoraConfig.model_validate({"lora_rank": 4}))
+    four_bits.check_base_dtype(LoraConfig.model_validate({"lora_rank": 4, "base_dtype": "nf4"}))
+    monkeypatch.setattr(four_bits, "SHARDS_BYTES", False)
+    four_bits.check_base_dtype(LoraConfig.model_validate({"lora_rank": 4}))
     with pytest.raises(ConfigError, match=r"base_dtype: nf4: .*; use PyTorch 2\.12 or newer"):
-        nf4.check_nf4(LoraConfig.model_validate({"lora_rank": 4, "base_dtype": "nf4"}))
+        four_bits.check_base_dtype(LoraConfig.model_validate({"lora_rank": 4, "base_dtype": "nf4"}))

@@ -36,8 +36,9 @@ from lm.runtime.world import World
 from lm.tasks.packing import tokenize
 from lm.tasks.scoring import Scorer
 from lm.tasks.task import Choice, Question, Task
-from lm.training import lora, nf4, parallelize
+from lm.training import lora, parallelize
 from lm.training.config import LoraConfig
+from lm.training.four_bits import NF4
 from lm.transformers_config import TransformersConfig
 from lm.transformers_model import (
     NETWORK,
@@ -391,7 +392,7 @@ def test_compiled_layers_of_transformers_train_as_others(
     assert losses == pytest.approx(trained[2].losses["ministral3"][:2], rel=1e-6)
 
 
-NF4 = {
+BITSANDBYTES = {
     "load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": False,
@@ -425,7 +426,7 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
     assert ("experts.gate_up_proj" in done.stdout) is (name == "glm4_moe")
     options_of_base: dict[str, Any] = {}
     if base_dtype == "nf4":
-        quantization = transformers.BitsAndBytesConfig(**NF4)
+        quantization = transformers.BitsAndBytesConfig(**BITSANDBYTES)
         options_of_base["quantization_config"] = quantization
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
 
@@ -574,7 +575,7 @@ def test_wrapped_models_on_nf4_resume_exactly_and_merge_into_the_original(
         packed = dict(quantized.named_parameters())
         for name, weight in merged.named_parameters():
             if packed[name].dtype == torch.uint8:
-                dequantized = nf4.dequantize(packed[name], torch.float32)
+                dequantized = NF4.dequantize(packed[name], torch.float32)
                 weight += dequantized - its_weights[name]
         of_dequantized = merged(tokens)
     torch.testing.assert_close(of_quantized, of_dequantized, atol=1e-5, rtol=1e-5)
