@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
 from lm.training import four_bits, optim, parallelize, precision
 from lm.transformers_config import TransformersConfig
-from lm.transformers_model import AnyModel, one_line, quiet
+from lm.transformers_model import AnyModel, new_model, one_line, quiet
 from model import ModelConfig, find_logits_limit
 
 PARAMETERS = "parameters"
@@ -213,9 +214,8 @@ class LiveBytes(TorchDispatchMode):
 def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     """Return what exists on rank 0 at the peaks of the phases of a step.
 
-    Takes steps of models of a few blocks: the peak of a phase is linear in their number. A class
-    of transformers takes one of all, as its config says in its own ways what its blocks are.
-    Needs a process without a process group.
+    Takes steps of models of a few blocks, if their kinds repeat: the peak of a phase is linear in
+    their number. Needs a process without a process group.
 
     Raises:
         ConfigError: the ranks cannot be divided into shard groups, or the global batch into
@@ -223,13 +223,28 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
         NotPlannedError: the class of transformers computes with values that fake tensors lack.
     """
     if isinstance(hp.model, TransformersConfig):
-        return _take_step_of_transformers(hp.model, hp, ranks)
-    few = 4  # of three, what is in use at both ends overlaps
-    if hp.own_model.n_layers <= few + 1:
+        return _measure_transformers(hp.model, hp, ranks)
+    return _measure_few_blocks(hp, ranks, [()] * hp.own_model.n_layers)
+
+
+def _measure_few_blocks(
+    hp: Hyperparameters, ranks: Ranks, kinds: Sequence[Any]
+) -> dict[str, Memory]:
+    """Return what `measure_step` does.
+
+    Args:
+        kinds: of the blocks, in forward order.
+    """
+    n_blocks = len(kinds)
+    period = next(n for n in range(1, n_blocks + 1) if kinds[n:] == kinds[: n_blocks - n])
+    # Of three, what is in use at both ends overlaps. The last block is of the same kind as of all.
+    few = 4 + (n_blocks - 4) % period
+    more = few + period
+    if n_blocks <= more:
         return take_step(hp, ranks)
-    of_few = take_step(hp.replace(n_layers=few), ranks)
-    of_more = take_step(hp.replace(n_layers=few + 1), ranks)
-    times = hp.own_model.n_layers - few
+    of_few = take_step(_with_layers(hp, few), ranks)
+    of_more = take_step(_with_layers(hp, more), ranks)
+    times = (n_blocks - few) // period
     peaks: dict[str, Memory] = {}
     for phase, memory in of_few.items():
         peak = dict(memory)
@@ -242,21 +257,59 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     return peaks
 
 
+def _with_layers(hp: Hyperparameters, n_layers: int) -> Hyperparameters:
+    """Return `hp` with a model of the first `n_layers` blocks."""
+    if isinstance(hp.model, ModelConfig):
+        return hp.replace(n_layers=n_layers)
+    values = dict(hp.model.transformers_config)
+    for key, of_layers in _find_lists_of_layers(values).items():
+        values[key] = of_layers[:n_layers]
+    values[N_LAYERS] = n_layers
+    return replace(hp, model=hp.model.model_copy(update={"transformers_config": values}))
+
+
+N_LAYERS = "num_hidden_layers"
+"""the key of the number of blocks in most configs of transformers"""
+
+
+def _find_lists_of_layers(values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the lists in a config of transformers with a value for each block, by key."""
+    lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    return {key: value for key, value in lists.items() if len(value) == values[N_LAYERS]}
+
+
 class NotPlannedError(ConfigError):
     """A class of transformers takes no step on fake tensors."""
 
 
-def _take_step_of_transformers(
+def _measure_transformers(
     model: TransformersConfig, hp: Hyperparameters, ranks: Ranks
 ) -> dict[str, Memory]:
     try:
         with quiet(logging.ERROR):  # PyTorch's own, of operators without a fake kernel
-            return take_step(hp, ranks)
+            return _measure_few_blocks(hp, ranks, _find_kinds(model))
     except ConfigError:
         raise
     except Exception as error:  # of foreign code
         problem = f"{model.model_type} takes no step on fake tensors ({one_line(error)})"
         raise NotPlannedError(f"{problem}: what it needs is not known before it runs") from None
+
+
+def _find_kinds(model: TransformersConfig) -> list[Any]:
+    """Return what tells the blocks of a class apart: their parameters, and values of its config.
+
+    They are all different if the config says in another way how many there are.
+    """
+    with torch.device("meta"):
+        blocks = new_model(model).blocks
+    if model.transformers_config.get(N_LAYERS) != len(blocks):
+        return list(range(len(blocks)))
+    lists = _find_lists_of_layers(model.transformers_config).values()
+    kinds: list[Any] = []
+    for number, block in enumerate(blocks):
+        shapes = {name: parameter.shape for name, parameter in block.named_parameters()}
+        kinds.append((shapes, [of_layers[number] for of_layers in lists]))
+    return kinds
 
 
 def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:

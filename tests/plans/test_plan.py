@@ -134,9 +134,9 @@ CLASSES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def model_of_transformers(kind: str) -> dict[str, Any]:
+def model_of_transformers(kind: str, **layers: Any) -> dict[str, Any]:
     """Return the hyperparameters of a small model that transformers computes, not examined."""
-    values = next(small_configs(text_config({"model_type": kind}), derived=()))
+    values = next(small_configs(text_config({"model_type": kind}), derived=())) | layers
     values |= {"vocab_size": 2048, "hidden_size": 128, "max_position_embeddings": 256}
     for key in {"n_routed_experts", "num_experts", "num_local_experts"} & values.keys():
         values[key] = 8  # as many as ranks: each holds as much
@@ -187,6 +187,46 @@ def test_a_few_blocks_tell_the_memory_of_all(
     measured = step.measure_step(hp, ranks)
     taken = step.take_step(hp, ranks)
     for phase, memory in taken.items():
+        n_bytes = step.device_bytes(memory)
+        assert step.device_bytes(measured[phase]) == pytest.approx(n_bytes, rel=0.02, abs=2**20), (
+            phase
+        )
+
+
+LAYERS_OF_CLASSES: list[tuple[str, int, dict[str, Any], list[int]]] = [
+    ("qwen3_moe", 10, {}, [4, 5]),
+    ("gpt_oss", 13, {"layer_types": (["sliding_attention", "full_attention"] * 7)[:13]}, [5, 7]),
+    ("lfm2", 11, {"layer_types": ["conv"] * 10 + ["full_attention"]}, [11]),  # no kind repeats
+]
+"""how many, of which kinds, and with how many steps are taken"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "n_layers", "kinds", "taken"), LAYERS_OF_CLASSES, ids=["qwen3_moe", "gpt_oss", "lfm2"]
+)
+def test_a_few_blocks_of_a_class_tell_the_memory_of_all_if_their_kinds_repeat(
+    kind: str,
+    n_layers: int,
+    kinds: dict[str, Any],
+    taken: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of_transformers(kind, num_hidden_layers=n_layers, **kinds)
+    hp = Hyperparameters.from_flat({"amp_dtype": "bfloat16", "compile": False} | model)
+    ranks = Ranks(torch.bfloat16, "cuda", 8, 4, 80 * GIB)
+    take_step = step.take_step
+    all_blocks = take_step(hp, ranks)
+    counts: list[int] = []
+
+    def take_step_and_count(hp: Hyperparameters, ranks: Ranks) -> Any:
+        counts.append(hp.model.structure()["num_hidden_layers"])
+        return take_step(hp, ranks)
+
+    monkeypatch.setattr(step, "take_step", take_step_and_count)
+    measured = step.measure_step(hp, ranks)
+    assert counts == taken
+    for phase, memory in all_blocks.items():
         n_bytes = step.device_bytes(memory)
         assert step.device_bytes(measured[phase]) == pytest.approx(n_bytes, rel=0.02, abs=2**20), (
             phase
