@@ -202,15 +202,6 @@ def test_fork_lists_dropped_values_with_other_defaults(
     assert "Fork" in remedy
 
 
-@pytest.mark.parametrize("key", ["weight_decay", "compile", "num_tokens"])
-def test_fork_lists_what_alone_is_dropped(
-    key: str, master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = {name: value for name, value in BEFORE.items() if name != key}
-    problem, _ = fork(master, monkeypatch, kept)
-    assert problem.startswith(f"{key}: ")
-
-
 def test_fork_accepts_what_is_set(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fork(master, monkeypatch, BEFORE) == []
     changed = BEFORE | {"weight_decay": 0.1, "compile": "auto", "num_tokens": 5}
