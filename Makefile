@@ -20,7 +20,7 @@ DEV := .venv/dev
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-cluster check format soak soak-search fuzz sweep bench board docs clean
+.PHONY: help install train test test-all test-cluster check format soak fuzz sweep bench board docs clean
 
 help: ## List the targets.
 	@echo "usage: make TARGET [VARIABLE=VALUE ...]"
@@ -54,9 +54,6 @@ format: $(DEV) ## Format the code, and fix what lint can fix.
 
 soak: $(DEV) ## Kill runs COUNT=500 times and compare what they end with.
 	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)
-
-soak-search: $(DEV) ## Kill searches COUNT=500 times while their data change, and check what they end with.
-	@$(BIN)/python -m tests.soak_search $(COUNT) $(ARGS)
 
 fuzz: $(DEV) ## Load COUNT=500 checkpoints changed at random, with matching checksums.
 	@$(BIN)/python -m tests.fuzz $(COUNT) $(ARGS)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -23,6 +22,8 @@ from typing import Any
 import optuna
 import pytest
 import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from lm.config.reading import load_hyperparameters
@@ -34,8 +35,7 @@ from lm.search import __main__ as command
 from lm.search.experiment import Experiment
 from lm.search.search import Search, find_changes
 from lm.search.trials import Devices
-from tests.soak_search import Soak, read_study, start
-from tests.support import PATIENCE
+from tests.support import PATIENCE, REPOSITORY
 from tests.support.forked import start_python
 from tests.support.hf import LLAMA, add_tokenizer, make_reference
 from tests.support.hyperparameters import OF_TRANSFORMERS, TINY
@@ -91,8 +91,16 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     return output, errors
 
 
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the search of `tiny.yaml` in `folder`, whose trials are forked, too."""
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = ["-m", "lm.search", "tiny.yaml", *arguments]
+    return start_python(command, variables, cwd=folder, stdout=PIPE, stderr=PIPE)
+
+
 def read_trials(name: str = "tiny") -> list[FrozenTrial]:
-    return read_study(Path("runs", name)).trials
+    backend = JournalFileBackend(f"runs/{name}/search.journal")
+    return optuna.load_study(study_name="search", storage=JournalStorage(backend)).trials
 
 
 def loss_at_end(run: str) -> float:
@@ -481,11 +489,6 @@ def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
     assert "rerun the same command" in output
     assert list(Path("runs/tiny/trial-0/checkpoints").glob("*/manifest.json"))
     assert not Path("runs/tiny/trial-1").exists()
-
-
-@pytest.mark.slow
-def test_killed_search_whose_data_change_has_equal_trials() -> None:
-    Soak(Path.cwd(), random.Random(0)).run(1)
 
 
 def read_inputs(**changes: Any) -> dict[str, Any]:
