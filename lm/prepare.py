@@ -19,33 +19,25 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lm.data import run_data, token_file
 from lm.data.documents import FORMATS, bar_of_files, format_of
-from lm.data.encoder import encode_in_threads, split_document
-from lm.data.files import find_files, name_files
-from lm.data.readers import (
-    Text,
-    cut_between_words,
-    hold_out,
-    must_split,
-    read_documents,
-    read_ids,
-)
+from lm.data.files import find_files
+from lm.data.readers import cut_between_words
 from lm.data.records import write_records
+from lm.data.text import TextFiles, write_text
 from lm.data.token_file import (
     OUTPUT_FILES,
+    SPLITS,
     TRAIN,
     VALIDATION,
     SourceRecord,
-    TokenChunk,
-    TokenFileWriter,
     read_index,
 )
-from lm.data.tokenized import RecordOptions, describe_records
+from lm.data.tokenized import RecordOptions, TextOptions, describe_records
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
@@ -54,7 +46,7 @@ from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
 from lm.storage.folder import drafted, writing
-from lm.units import format_bytes, format_count
+from lm.units import format_count
 
 
 @dataclass(frozen=True)
@@ -104,10 +96,7 @@ def write_dataset(
         if index.exists() and not args.overwrite:
             return [_check_existing(args, index, sources, tokenizer, records)]
         with drafted(args.out, if_exists="replace") as draft:
-            if records is not None:
-                lines = _write_records(draft, args.out, sources, records)
-            else:
-                lines = _write_files(draft, args, files, sources, tokenizer)
+            lines = _write_files(draft, args, files, sources, tokenizer, records)
             for path, before in zip(files, modified, strict=True):
                 if path.stat().st_mtime_ns != before:
                     raise RunError(f"{path}: changed while it was read; run the command again")
@@ -130,12 +119,6 @@ def _check_replaceable(out: Path) -> None:
         raise ConfigError(f"--out: {out}: {problem}; {remedy}")
 
 
-def _index_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that the tokens depend on."""
-    names = ("format", "text_field", "validation_fraction", "train_tokenizer")
-    return {name: getattr(args, name) for name in names}
-
-
 def _check_existing(
     args: argparse.Namespace,
     path: Path,
@@ -151,7 +134,7 @@ def _check_existing(
     found: dict[str, Any] = {**index.options, "input": index.sources}
     expected: dict[str, Any] = {"input": list(sources)}
     if records is None:
-        expected |= _index_options(args)
+        expected |= asdict(_text_options(args)) | {"train_tokenizer": args.train_tokenizer}
     else:
         expected |= describe_records(records.tokenizer, records.options)
         expected["val_data"] = records.options.holds_out
@@ -167,124 +150,62 @@ def _check_existing(
     return f"{token_file.describe_split(path, index)}: already exists"
 
 
-def _write_records(
-    draft: Path, out: Path, sources: Sequence[SourceRecord], records: _Records
-) -> list[str]:
-    """Write all files of a dataset of records to `draft`. Return the lines to print."""
-    for name, content in records.tokenizer.files.items():
-        write_durably(draft / name, content)
-    indexes = write_records(draft, records.files, records.tokenizer, records.options, sources)
-    lines: list[str] = []
-    for split, index in zip(records.options.splits, indexes, strict=True):
-        lines.append(token_file.describe_split(out / f"{split}.json", index))
-    return lines
-
-
 def _write_files(
     draft: Path,
     args: argparse.Namespace,
     files: Sequence[Path],
     sources: Sequence[SourceRecord],
     tokenizer: Tokenizer | None,
+    records: _Records | None,
 ) -> list[str]:
     """Write all files of the dataset to `draft`. Return the lines to print."""
-    fraction = args.validation_fraction
     notes: list[str] = []
-    text_files = [path for path in files if format_of(path, args.format) != "hdf5"]
-    for path in text_files:  # before hours of encoding, what is wrong with the start of any
-        next(read_documents([path], args.format, args.text_field), None)
-    texts = read_documents(text_files, args.format, args.text_field)
-    from_tail = must_split(texts, fraction)
-    if from_tail:
-        notes.append(f"too few documents: the last {100 * fraction:g} % of each is held out")
     if tokenizer is None:
-        content = train_tokenizer(
-            _read_training_texts(args, files, from_tail), args.train_tokenizer
-        )
-        tokenizer = FileTokenizer({TOKENIZER_JSON: content}, TOKENIZER_JSON)
+        tokenizer = _train_tokenizer(args, files)
         if tokenizer.vocab_size != args.train_tokenizer:
             size = f"{tokenizer.vocab_size} tokens"
             notes.append(f"the trained tokenizer has {size}: the text contains no more")
     for name, content in tokenizer.files.items():
         write_durably(draft / name, content)
-    splits = token_file.SPLITS if fraction else (TRAIN,)
-    writers = [TokenFileWriter(draft, name, tokenizer.vocab_size) for name in splits]
-    n_tokens = 0
-    n_bytes = 0
     started = time.monotonic()
-    with bar_of_files("encoding", files, args.format) as progress:
-        for chunk in _read_tokens(args, files, tokenizer, from_tail):
-            writers[chunk.held_out].add(chunk)
-            n_tokens += len(chunk.ids)
-            n_bytes += chunk.size
-            speed = n_tokens / (time.monotonic() - started)
-            progress.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
-            progress.update(chunk.size)
-    _check_not_empty(files, writers, fraction)
-    lines: list[str] = []
-    for writer in writers:
-        index = writer.finish(tokenizer.identity, sources, _index_options(args))
-        notes += token_file.describe_unread_ends(index)
-        lines.append(token_file.describe_split(args.out / f"{writer.name}.json", index))
+    if records is not None:
+        indexes = write_records(draft, files, tokenizer, records.options, sources)
+    else:
+        described = {"train_tokenizer": args.train_tokenizer}
+        options = _text_options(args)
+        indexes = write_text(draft, files, tokenizer, options, sources, described, args.workers)
+        if indexes[0].options["cuts_tails"]:
+            share = f"the last {100 * args.validation_fraction:g} % of each is held out"
+            notes.append(f"few documents, or of very different sizes: {share}")
+        notes += token_file.describe_unread_ends(indexes[0])
     seconds = time.monotonic() - started
-    speed = f"{format_bytes(n_bytes / seconds)}/s, {n_tokens / seconds:,.0f} tokens/s"
-    return [f"{format_bytes(n_bytes)} in {seconds:,.1f} s: {speed}", *notes, *lines]
+    n_tokens = sum(index.tokens for index in indexes)
+    lines = [f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s", *notes]
+    for split, index in zip(SPLITS, indexes, strict=False):
+        lines.append(token_file.describe_split(args.out / f"{split}.json", index))
+    return lines
 
 
-def _check_not_empty(
-    files: Sequence[Path], writers: Sequence[TokenFileWriter], fraction: float
-) -> None:
-    n_documents = sum(writer.n_documents for writer in writers)
-    if n_documents == 0:
-        raise ConfigError(f"{name_files(files)}: no text to encode")
-    for writer in writers:
-        if writer.n_documents == 0:
-            share = f"{fraction:g} of {format_count(n_documents, 'document')}"
-            problem = f"{share} leaves none for {writer.name}"
-            separate = "prepare separate files for validation in another directory"
-            remedy = f"choose another fraction, or {separate}"
-            raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
+def _text_options(args: argparse.Namespace) -> TextOptions:
+    return TextOptions(args.format, args.text_field, args.validation_fraction)
 
 
-def _read_split_documents(
-    args: argparse.Namespace, files: Sequence[Path], from_tail: bool
-) -> Iterator[Text]:
-    texts = read_documents(files, args.format, args.text_field)
-    return hold_out(texts, args.validation_fraction, from_tail)
+def _train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> FileTokenizer:
+    """Train a tokenizer on the documents that are not held out."""
 
+    def read() -> Iterator[str]:
+        bar = bar_of_files("reading for the tokenizer", files, args.format)
+        with bar as progress:
+            for document, blocks in TextFiles(files, _text_options(args)).read():
+                for part in cut_between_words(blocks()):
+                    if not document.held_out:
+                        yield part
+                    if document.size is None:
+                        progress.update(len(part.encode()))
+                progress.update(document.size or 0)
 
-def _read_training_texts(
-    args: argparse.Namespace, files: Sequence[Path], from_tail: bool
-) -> Iterator[str]:
-    with bar_of_files("reading for the tokenizer", files, args.format) as progress:
-        for document, blocks in _read_split_documents(args, files, from_tail):
-            for part in cut_between_words(blocks()):
-                if not document.held_out:
-                    yield part
-                if document.size is None:
-                    progress.update(len(part.encode()))
-            progress.update(document.size or 0)
-
-
-def _read_tokens(
-    args: argparse.Namespace,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    from_tail: bool,
-) -> Iterator[TokenChunk]:
-    """Yield the tokens of all files in order."""
-    fraction = args.validation_fraction
-    by_kind = itertools.groupby(files, lambda path: format_of(path, args.format) == "hdf5")
-    for has_ids, group in by_kind:
-        paths = list(group)
-        if has_ids:
-            for path in paths:
-                yield from read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
-        else:
-            texts = _read_split_documents(args, paths, from_tail)
-            split = (split_document(each.document, each.blocks(), tokenizer) for each in texts)
-            parts = itertools.chain.from_iterable(split)
-            yield from encode_in_threads(parts, tokenizer, args.workers)
+    content = train_tokenizer(read(), args.train_tokenizer)
+    return FileTokenizer({TOKENIZER_JSON: content}, TOKENIZER_JSON)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -403,14 +324,19 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
         remedy = "pass the files to encode"
         problems.append(f"INPUT: contains only the files of --out, {args.out}; {remedy}")
     unknown: list[Path] = []
+    with_ids: list[Path] = []
     for path in files:
         name = format_of(path, args.format)
         if name is None:
             unknown.append(path)
-            continue
-        problem = _format_problem(args, name)
-        if problem is not None:
-            problems.append(f"{path}: {problem}")
+        elif name == "hdf5":
+            with_ids.append(path)
+    if with_ids and args.train_tokenizer is not None:
+        problem = "contains ids, no text to train a tokenizer on"
+        problems.append(f"{with_ids[0]}: {problem}; pass --tokenizer")
+    elif with_ids and len(with_ids) + len(unknown) < len(files):
+        problem = "contains ids, other files text; prepare both, and train on both directories"
+        problems.append(f"{with_ids[0]}: {problem}, train_data={{A: 1, B: 1}}")
     if unknown:
         known = ", ".join(itertools.chain.from_iterable(FORMATS.values()))
         share = f"{len(unknown)} of {format_count(len(files), 'file')}"
@@ -423,13 +349,6 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
     if problems:
         raise ConfigError(*problems[:20])
     return files
-
-
-def _format_problem(args: argparse.Namespace, name: str) -> str | None:
-    """Return why a file of the format `name` cannot be encoded as `args` say, if it cannot."""
-    if name == "hdf5" and args.train_tokenizer is not None:
-        return "contains ids, no text to train a tokenizer on; pass --tokenizer"
-    return None
 
 
 @command

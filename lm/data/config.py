@@ -55,8 +55,8 @@ class DataConfig(Config, frozen=True):
     val_data: OfFiles[Logged[str | dict[str, str] | None]] = Field(
         None,
         description="a file, directory or glob, or several by name ({wiki: PATH, code: PATH}), each"
-        " with its loss; null = held out of train_data: the last 5 % (text),"
-        " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
+        " with its loss; null = held out of train_data: 5 % (text, jsonl), the directory's"
+        " validation part (tokens); hf: also a split,"
         " null = `validation`",
         json_schema_extra={
             "aliases": [

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.token_file import END_OF_TEXT, TokenChunk
+from lm.data.token_file import END_OF_TEXT
+from lm.data.token_writer import TokenChunk
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import error_prefix
 

@@ -20,7 +20,7 @@ from lm.data.encoder import Document
 from lm.data.json_lines import Record
 from lm.data.record_fields import get_text
 from lm.data.signatures import check_pointer
-from lm.data.token_file import TokenChunk
+from lm.data.token_writer import TokenChunk
 from lm.errors import ConfigError, error_text
 from lm.launch.requirements import requires
 
@@ -29,6 +29,8 @@ IDS_AT_ONCE = 1 << 20
 """that are read from an HDF5 file"""
 _ROWS_AT_ONCE = 1024
 """that are read from a Parquet file"""
+_FEW_DOCUMENTS = 1000
+"""of which the share that is held out by content can be far from the fraction"""
 
 
 class Text(NamedTuple):
@@ -58,7 +60,11 @@ def _is_held_out_text(text: Text, fraction: float) -> bool:
 
 
 def hold_out(texts: Iterable[Text], fraction: float, from_tail: bool) -> Iterator[Text]:
-    """Yield the texts, with `fraction` of them held out, or the last `fraction` of each."""
+    """Yield the texts, with `fraction` of them held out, or the last `fraction` of each.
+
+    A text is held out by its content: neither its place nor other texts decide it, and equal ones
+    stay together.
+    """
     for text in texts:
         if from_tail:
             yield from _split_text(text, fraction)
@@ -109,15 +115,25 @@ def cut_between_words(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def must_split(texts: Iterable[Text], fraction: float) -> bool:
-    """Return whether `is_held_out` leaves one split without documents.
+    """Return whether the tail of each document is held out, and not documents by their content.
 
-    Reads no more of them than it needs.
+    It is if these have less than half, or more than twice, of `fraction` of the text; more than
+    `_FEW_DOCUMENTS` are not read.
     """
     if fraction == 0:
         return False
-    held_out = (_is_held_out_text(text, fraction) for text in texts)
-    first = next(held_out, None)
-    return first is not None and all(each == first for each in held_out)
+    n_held_out = 0
+    n_characters = 0
+    n_documents = 0
+    for text in itertools.islice(texts, _FEW_DOCUMENTS):
+        size = sum(map(len, text.blocks()))
+        if _is_held_out_text(text, fraction):
+            n_held_out += size
+        n_characters += size
+        n_documents += 1
+    is_few = n_documents < _FEW_DOCUMENTS
+    expected = n_characters * fraction
+    return is_few and not expected / 2 <= n_held_out <= 2 * expected
 
 
 def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Text]:

@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.documents import bar_of_files, total_size
-from lm.data.files import name_files
-from lm.data.json_lines import RawLine, parse_line, read_raw_lines
+from lm.data.documents import total_size
+from lm.data.json_lines import RawLine, Record, parse_line, read_json_lines, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
+from lm.data.readers import is_held_out
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
-from lm.data.token_file import SourceRecord, TokenChunk, TokenFileWriter, TokenIndex
-from lm.data.tokenized import RecordOptions, describe_records
+from lm.data.token_file import SourceRecord, TokenIndex
+from lm.data.token_writer import TokenChunk, write_splits
+from lm.data.tokenized import HELD_OUT, RecordOptions, describe_records
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
-from lm.launch.launch import is_rank0
 
 _PIECE_BYTES = 1 << 17
 """after which a piece ends; the tokenizer takes 200 bytes for each"""
@@ -47,23 +48,21 @@ def write_records(
         ConfigError: invalid lines (the first of each file), or none.
     """
     _check_first_lines(files, tokenizer, options)
-    with ExitStack() as stack:
-        writers: list[TokenFileWriter] = []
-        for name in options.splits:
-            writer = TokenFileWriter(
-                directory, name, tokenizer.vocab_size, has_mask=True, pairs=options.pairs
-            )
-            writers.append(stack.enter_context(closing(writer)))
-        for chunk in stack.enter_context(closing(_tokenize_files(files, tokenizer, options))):
-            writers[chunk.held_out].add(chunk)
-        n_documents = sum(writer.n_documents for writer in writers)
-        if n_documents == 0:
-            raise ConfigError(f"{name_files(files)}: no samples; add lines")
-        if writers[0].n_documents == 0:
-            problem = "its only sample is held out, as every 20th is, from the first on"
-            raise ConfigError(f"{name_files(files)}: {problem}; add lines, or set val_data")
-        described = describe_records(tokenizer, options)
-        return [writer.finish(tokenizer.identity, sources, described) for writer in writers]
+    fields = RecordFields(options.fields, options.pairs)
+    by_content = options.holds_out and _splits_by_content(files, fields)
+    tokenize = _PieceTokenizer(tokenizer, options, by_content)
+    return write_splits(
+        directory,
+        options.splits,
+        _tokenize_files(files, tokenize),
+        tokenizer,
+        files,
+        sources,
+        describe_records(tokenizer, options),
+        file_format="jsonl",
+        has_mask=True,
+        pairs=options.pairs,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,12 @@ class _TokenizedPiece:
     """Consecutive lines of a file."""
 
     file: Path
-    size: int
-    """bytes of input"""
     chunks: Sequence[TokenChunk]
     error: ConfigError | None
     """that ends the file"""
 
 
-def _tokenize_files(
-    files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
-) -> Generator[TokenChunk]:
+def _tokenize_files(files: Sequence[Path], tokenizer: _PieceTokenizer) -> Generator[TokenChunk]:
     """Yield the tokens of all files in order, tokenized on all cores.
 
     Raises:
@@ -97,17 +92,37 @@ def _tokenize_files(
     """
     errors: dict[Path, ConfigError] = {}
     pieces = _read_pieces(files, errors)
-    tokenize = _PieceTokenizer(tokenizer, options).tokenize
-    tokenized = map_in_order(tokenize, pieces, count_workers(total_size(files)))
-    progress = bar_of_files("tokenizing", files, "jsonl", hidden=not is_rank0())
-    with progress, closing(tokenized):
+    n_workers = count_workers(total_size(files))
+    with closing(map_in_order(tokenizer.tokenize, pieces, n_workers)) as tokenized:
         for piece in tokenized:
-            progress.update(piece.size)
             if piece.error is not None:
                 errors.setdefault(piece.file, piece.error)
             if not errors:
                 yield from piece.chunks
     raise_together(list(errors.values()))
+
+
+def _splits_by_content(files: Sequence[Path], fields: RecordFields) -> bool:
+    """Return whether `_is_held_out` is true of some records, and false of others.
+
+    Reads no more of them than it needs.
+    """
+    found: set[bool] = set()
+    with suppress(ConfigError, RecursionError):  # of a line that is read again, and named
+        for path in files:
+            for record in read_json_lines(path):
+                found.add(_is_held_out(record, fields))
+                if len(found) == 2:
+                    return True
+    return False
+
+
+def _is_held_out(record: Record, fields: RecordFields) -> bool:
+    """Return whether a record is for validation by its content, of which what is read counts."""
+    with error_prefix(record.place):
+        values = fields.select(record.fields)
+    content = {what: value.content for what, value in values.items()}
+    return is_held_out([json.dumps(content, sort_keys=True).encode()], HELD_OUT)
 
 
 def _check_first_lines(files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions) -> None:
@@ -135,6 +150,7 @@ class _Piece:
     """its number over all files"""
     lines: list[RawLine] = field(default_factory=list)
     size: int = 0
+    """bytes of input"""
     error: ConfigError | None = None
     """of what follows in the file"""
 
@@ -164,6 +180,8 @@ class _RenderedLines:
     """Records of one split, to be tokenized together."""
 
     held_out: bool
+    size: int = 0
+    """bytes of input"""
     records: list[RenderedRecord] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     """see `RecordRenderer`"""
@@ -173,12 +191,19 @@ class _RenderedLines:
 class _PieceTokenizer:
     tokenizer: Tokenizer
     options: RecordOptions
+    by_content: bool = False
+    """whether records are held out by their content, and not every 20th"""
 
     @functools.cached_property
     def _renderer(self) -> RecordRenderer:
         options = self.options
         fields = RecordFields(options.fields, options.pairs)
         return RecordRenderer(self.tokenizer, fields, options.completion_only or options.pairs)
+
+    def _is_held_out(self, record: Record, number: int) -> bool:
+        if self.by_content:
+            return _is_held_out(record, self._renderer.fields)
+        return self.options.holds_out and number % round(1 / HELD_OUT) == 0
 
     def tokenize(self, piece: _Piece) -> _TokenizedPiece:
         error = piece.error
@@ -187,7 +212,7 @@ class _PieceTokenizer:
             chunks = [self._tokenize_lines(lines) for lines in self._render(piece)]
         except ConfigError as raised:
             error = raised
-        return _TokenizedPiece(piece.file, piece.size, chunks, error)
+        return _TokenizedPiece(piece.file, chunks, error)
 
     def _render(self, piece: _Piece) -> list[_RenderedLines]:
         """Return the records of each split that has some."""
@@ -195,8 +220,10 @@ class _PieceTokenizer:
         notes = self._renderer.notes
         for number, raw_line in enumerate(piece.lines, piece.first_line):
             line = parse_line(raw_line, piece.file)
-            split = splits[self.options.is_held_out(number)]
-            split.records += self._renderer.render_lines([line])
+            rendered = list(self._renderer.render_lines([line]))
+            split = splits[self._is_held_out(line, number)]
+            split.size += line.size
+            split.records += rendered
             split.notes.update(notes)
             notes.clear()
         return [split for split in splits if split.records]
@@ -215,7 +242,7 @@ class _PieceTokenizer:
             ids=np.concatenate([document.ids for document in in_order]),
             ends=np.cumsum([len(document.ids) for document in in_order]),
             held_out=lines.held_out,
-            size=0,
+            size=lines.size,
             has_bytes=check.is_exact,
             is_target=np.concatenate([document.is_target for document in in_order]),
             notes=lines.notes,

@@ -20,7 +20,6 @@ from lm.data.token_file import TRAIN, VALIDATION, TokenFile, describe_unread_end
 from lm.data.tokenized import (
     RecordOptions,
     describe_records,
-    hash_tokens,
     tokenize_records,
     tokenize_text,
 )
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from lm.data.stream import StreamedSource
 
 SYNTHETIC_BATCHES = 10
-VALIDATION_SHARE = 0.05
-"""Fraction of the text that is held out unless val_data is set."""
 SMALL_TEXT = 100_000
 """Bytes; of less text, a run says that it is little."""
 _HUB_DATASET = re.compile(r"[\w.-]+/[\w-]+")
@@ -199,6 +196,8 @@ def _too_few(
         lower.append("max_seq_len")
     problem = f"{what}: {found}, but the run needs at least {needed}"
     remedy = "add data"
+    if config.val_data is None and what == "val_data":
+        remedy = "set it, add data"
     if lower:
         remedy += f", or lower {' or '.join(lower)}"
     return ConfigError(f"{problem}; {remedy}")
@@ -267,38 +266,28 @@ def _open_synthetic(
 
 def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    where = config.train_data
-    assert not isinstance(where, dict)  # as only token files have weights
-    train_files = files.find_files(where, "train_data")
     tokenizer.limit_ids(vocab_size)
 
-    def read(found: list[Path], key: str) -> TokenFile:
+    def read(found: list[Path], key: str, *, holds_out: bool) -> list[TokenFile]:
+        with_ends = not config.attend_across_documents
         with error_prefix(key):
-            return tokenize_text(found, tokenizer, with_ends=not config.attend_across_documents)
+            return tokenize_text(found, tokenizer, holds_out=holds_out, with_ends=with_ends)
 
-    def windows(text: TokenFile, start: int, stop: int) -> WindowDataset:
-        identity = f"{stop - start} tokens, sha256 {hash_tokens(text, start, stop)}"
-        return cut_file(text, seq_len, identity, start, stop)
-
-    text = read(train_files, "train_data")
-    n_tokens = len(text)
-    notes = _text_notes(train_files, text, tokenizer)
-    n_held_out = 0
-    if config.val_data is None:
-        n_held_out = max(seq_len + 1, round(n_tokens * VALIDATION_SHARE))
-    n_trained = max(0, n_tokens - n_held_out)
-    train = windows(text, 0, n_trained)
-    validation: list[ValidationSet] = []
-    if config.val_data is None:
-        validation.append(ValidationSet(None, windows(text, n_trained, n_tokens)))
+    where = config.train_data
+    assert not isinstance(where, dict)  # as only token files have weights
+    found = files.find_files(where, "train_data")
+    texts = read(found, "train_data", holds_out=config.val_data is None)
+    notes = _text_notes(found, texts, tokenizer)
+    train, *held_out = [cut_file(text, seq_len) for text in texts]
+    validation = [ValidationSet(None, dataset) for dataset in held_out]
     for name, where in config.named_val_data.items():
         key = set_key(name)
-        text = read(files.find_files(where, key), key)
-        validation.append(ValidationSet(name, windows(text, 0, len(text))))
+        (text,) = read(files.find_files(where, key), key, holds_out=False)
+        validation.append(ValidationSet(name, cut_file(text, seq_len)))
     return _OpenedDatasets([train], validation, tokenizer, notes)
 
 
-def _text_notes(found: list[Path], text: TokenFile, tokenizer: Tokenizer) -> list[str]:
+def _text_notes(found: list[Path], texts: Sequence[TokenFile], tokenizer: Tokenizer) -> list[str]:
     """Return what the user may not expect of the text in the files `found`."""
     notes: list[str] = []
     remedies = {
@@ -312,13 +301,13 @@ def _text_notes(found: list[Path], text: TokenFile, tokenizer: Tokenizer) -> lis
             problem = f"records in {share}, e.g. {records[0].name}"
             reason = f"dataset: text also learns the syntax of {kind}"
             notes.append(f"train_data: {problem}: {reason}; {remedies[kind]}")
-    n_documents = text.index.documents
+    n_documents = texts[0].index.documents
     if n_documents > len(found):
         documents = f"{n_documents:,} documents in {format_count(len(found), 'file')}"
         notes.append(f"train_data: {documents}, as ends of text in a file end a document, too")
-    notes += [f"train_data: {line}" for line in describe_unread_ends(text.index)]
-    if len(text) < SMALL_TEXT:  # every token is at least a byte
-        n_bytes = int(tokenizer.text_bytes[text[:]].sum())
+    notes += [f"train_data: {line}" for line in describe_unread_ends(texts[0].index)]
+    if sum(map(len, texts)) < SMALL_TEXT:  # every token is at least a byte
+        n_bytes = sum(int(tokenizer.text_bytes[text[:]].sum()) for text in texts)
         if n_bytes < SMALL_TEXT:
             advice = f"which a model learns by heart; use {SMALL_TEXT:,} or more"
             notes.append(f"train_data: {n_bytes:,} bytes of text, {advice}")
@@ -371,7 +360,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
         if file.has_mask:
             problem = f"{key}: {file.path} has records, of which a mask says what is learned"
             raise ConfigError(f"{problem}; set dataset: jsonl")
-        dataset = cut_file(file, seq_len, file.fingerprint())
+        dataset = cut_file(file, seq_len)
         if len(dataset) == 0:
             raise _too_few(config, f"{key}: {file.path}", 0, seq_len, 1)
         if file.index.tokenizer != first.index.tokenizer:

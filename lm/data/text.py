@@ -1,91 +1,117 @@
-"""Writes text files as one token file."""
+"""Writes documents of text, or of ids in HDF5 files, as token files."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lm.data.blocks import read_text_blocks
-from lm.data.documents import bar_of_files
-from lm.data.encoder import Document, encode_in_threads, split_document
-from lm.data.files import name_files
+from lm.data.documents import format_of
+from lm.data.encoder import encode_in_threads, split_document
+from lm.data.readers import Text, hold_out, must_split, read_documents, read_ids
 from lm.data.signatures import NotTextError
-from lm.data.token_file import TRAIN, TokenFileWriter
+from lm.data.token_file import SourceRecord, TokenIndex
+from lm.data.token_writer import TokenChunk, write_splits
+from lm.data.tokenized import TextOptions
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, raise_together
-from lm.launch.launch import is_rank0
 from lm.launch.machine import usable_cores
 from lm.units import format_count
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
+_CHECKED_BLOCKS = 2
+"""of each file, which show where it starts with what is not text"""
 
 
-def write_text(directory: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    """Write the tokens of text files to `directory`, with an end-of-text token after each file.
-
-    Raises:
-        ConfigError: files cannot be read, or are empty.
-    """
-    documents = _read_documents(files, tokenizer)
-    with (
-        closing(TokenFileWriter(directory, TRAIN, tokenizer.vocab_size)) as writer,
-        closing(encode_in_threads(documents, tokenizer, usable_cores())) as chunks,
-    ):
-        for chunk in chunks:
-            writer.add(chunk)
-        if writer.n_documents == 0:
-            raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
-        writer.finish(tokenizer.identity)
-
-
-def _read_documents(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Yield each file as a document in parts, up to an error.
+class TextFiles:
+    """The documents of files, some of them held out; see `hold_out`.
 
     Raises:
-        ConfigError: files cannot be read; it says this of all of them. Nothing is yielded if one
-            cannot be read from its start.
+        ConfigError: files cannot be read from their start; it says this of all of them.
     """
-    errors: dict[Path, ConfigError] = {}
-    for path in files:
-        with _collected(errors, path):
-            next(read_text_blocks(path), None)
-    with bar_of_files("tokenizing", files, "text", hidden=not is_rank0()) as progress:
-        for path in files:
-            document = Document("", 0, str(path), is_file=True)
-            with _collected(errors, path):
-                for part in split_document(document, _read_blocks(path, progress), tokenizer):
-                    if not errors:
-                        yield part
-    others: dict[Path, NotTextError] = {}
-    problems: list[ConfigError] = []
-    for path, error in errors.items():
-        if isinstance(error, NotTextError):
-            others[path] = error
-        else:
-            problems.append(error)
-    if others:
-        problems.append(_not_text(others, files))
-    raise_together(problems)
+
+    def __init__(self, files: Sequence[Path], options: TextOptions) -> None:
+        self.files = files
+        self._options = options
+        self._have_ids = any(format_of(path, options.format) == "hdf5" for path in files)
+        self.cuts_tails = False
+        """whether the tail of each document is held out"""
+        if not self._have_ids:
+            self._check_starts()
+            self.cuts_tails = must_split(self._read_all(), options.validation_fraction)
+
+    def _read_all(self, *paths: Path) -> Iterator[Text]:
+        options = self._options
+        return read_documents(paths or self.files, options.format, options.text_field)
+
+    def _check_starts(self) -> None:
+        errors: dict[Path, ConfigError] = {}
+        for path in self.files:
+            try:
+                for text in itertools.islice(self._read_all(path), 1):
+                    for _ in itertools.islice(text.blocks(), _CHECKED_BLOCKS):
+                        pass
+            except ConfigError as error:
+                errors[path] = error
+        others: dict[Path, NotTextError] = {}
+        problems: list[ConfigError] = []
+        for path, error in errors.items():
+            if isinstance(error, NotTextError):
+                others[path] = error
+            else:
+                problems.append(error)
+        if others:
+            problems.append(_not_text(others, self.files))
+        raise_together(problems)
+
+    def read(self) -> Iterator[Text]:
+        """Yield the documents in order."""
+        return hold_out(self._read_all(), self._options.validation_fraction, self.cuts_tails)
+
+    def tokenize(self, tokenizer: Tokenizer, n_threads: int) -> Generator[TokenChunk]:
+        """Yield the tokens of the documents, each with an end-of-text token, in order."""
+        if self._have_ids:
+            fraction = self._options.validation_fraction
+            for path in self.files:
+                yield from read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
+            return
+        split = (split_document(each.document, each.blocks(), tokenizer) for each in self.read())
+        parts = itertools.chain.from_iterable(split)
+        yield from encode_in_threads(parts, tokenizer, n_threads)
 
 
-@contextmanager
-def _collected(errors: dict[Path, ConfigError], path: Path) -> Iterator[None]:
-    """Add the error of reading `path`, if any, to `errors`."""
-    try:
-        yield
-    except ConfigError as error:
-        errors[path] = error
+def write_text(
+    directory: Path,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    options: TextOptions,
+    sources: Sequence[SourceRecord] = (),
+    described: Mapping[str, Any] | None = None,
+    n_threads: int | None = None,
+) -> list[TokenIndex]:
+    """Write the token files of documents to `directory`. Return their indexes.
 
+    Args:
+        described: what the indexes say of the options besides them.
+        n_threads: that encode; None = one on each core.
 
-def _read_blocks(path: Path, progress: tqdm[Any]) -> Iterator[str]:
-    for block in read_text_blocks(path):
-        yield block
-        progress.update(len(block.encode()))
+    Raises:
+        ConfigError: files cannot be read, or have no text.
+    """
+    texts = TextFiles(files, options)
+    return write_splits(
+        directory,
+        options.splits,
+        texts.tokenize(tokenizer, n_threads or usable_cores()),
+        tokenizer,
+        files,
+        sources,
+        {**asdict(options), **(described or {}), "cuts_tails": texts.cuts_tails},
+        file_format=options.format,
+    )
 
 
 def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> ConfigError:
@@ -96,7 +122,7 @@ def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> Con
     kinds: list[str] = []
     for its_format, paths in sorted(by_format.items()):
         kinds.append(f"{len(paths)} x {its_format} ({min(paths).name})")
-    root = Path(os.path.commonpath(files))
+    root = Path(os.path.commonpath([path.absolute() for path in files]))
     share = f"{len(others)} of {format_count(len(files), 'file')}"
     problem = f"{root}: {share} cannot be read as text: {'; '.join(kinds)}"
     remedies = dict.fromkeys(others[min(paths)].remedy for paths in by_format.values())

@@ -15,13 +15,10 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
@@ -29,14 +26,7 @@ from pydantic import BaseModel, Field, ValidationError
 from lm.data.signatures import check_pointer
 from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
-from lm.fileio import (
-    MAX_INDEX_BYTES,
-    crc32c,
-    open_regular,
-    read_bytes,
-    sync,
-    write_durably,
-)
+from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.storage.cache import checksum
 from lm.units import format_count
 
@@ -50,27 +40,6 @@ END_OF_TEXT = "<|endoftext|>"
 """what separates the documents in published files of text"""
 _REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
 _WRITE_AGAIN = "write it again with python -m lm.prepare"
-
-
-@dataclass(slots=True)
-class TokenChunk:
-    """Tokens of documents of one split."""
-
-    ids: NDArray[np.integer[Any]]
-    ends: NDArray[np.int64]
-    """the position in `ids` after the last token of each document; the last document may continue
-    in the next chunk"""
-    held_out: bool
-    size: int
-    """bytes of input"""
-    has_bytes: bool = True
-    """whether the ids tell how many bytes of text they are"""
-    n_unread_ends: int = 0
-    """times that files of text have `END_OF_TEXT`, which is not the tokenizer's end of text"""
-    is_target: NDArray[np.bool_] | None = None
-    """of each token, whether it is learned; None = all are"""
-    notes: Mapping[str, int] = field(default_factory=dict)
-    """see `RecordRenderer`"""
 
 
 class SourceRecord(BaseModel, frozen=True, extra="forbid"):
@@ -108,7 +77,7 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
         default_factory=dict, description="how many records were read otherwise than they are"
     )
     sources: list[SourceRecord]
-    options: dict[str, str | int | float | None] = Field(
+    options: dict[str, bool | str | int | float | None] = Field(
         default_factory=dict, description="of `lm.prepare`"
     )
 
@@ -262,127 +231,56 @@ class TokenFile:
         Raises:
             ConfigError: a file is damaged or cannot be read.
         """
-        for suffix, expected in self.index.checksums.items():
-            is_open = suffix != ".ends" or self.ends is not None
-            if is_open:
-                self._verify(self.path.with_suffix(suffix), expected)
-
-    def _verify(self, path: Path, expected: int) -> None:
-        try:
-            is_damaged = checksum(path) != expected
-        except OSError as error:
-            problem = f"{path}: {error.strerror}; {self._remedy}"
-            raise ConfigError(problem, rank_local=True) from None
-        if is_damaged:
-            problem = f"damaged: differs from {path.stem}.json"
-            raise ConfigError(f"{path}: {problem}; {self._remedy}", rank_local=True)
+        unread: list[str] = []
+        if self.ends is None:
+            unread.append(".ends")
+        problems = _find_damage(self.path, self.index, checksum, self._remedy, unread)
+        if problems:
+            raise ConfigError(*problems, rank_local=True)
 
 
-class _DraftFile:
-    """A file that is being written, and the checksum of what it contains."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("wb")
-        self.crc32c = 0
-
-    def write(self, values: NDArray[Any]) -> None:
-        content = values.tobytes()
-        self.file.write(content)
-        self.crc32c = google_crc32c.extend(self.crc32c, content)
-
-
-class TokenFileWriter:
-    """Writer of the token file `name` in `directory`, which is complete with its index.
+def _find_damage(
+    path: Path,
+    index: TokenIndex,
+    checksum: Callable[[Path], int],
+    remedy: str,
+    unread: Collection[str] = (),
+) -> list[str]:
+    """Return a line for each file of a token file that differs from its checksum.
 
     Args:
-        has_mask: chunks say which tokens are learned.
-        pairs: documents are the replies of pairs.
+        path: of one of the files.
+        checksum: returns the CRC-32C of a file.
+        unread: suffixes of those that are not compared.
     """
+    problems: list[str] = []
+    for suffix, expected in index.checksums.items():
+        if suffix in unread:
+            continue
+        file = path.with_suffix(suffix)
+        try:
+            if checksum(file) != expected:
+                problem = f"damaged: differs from {file.stem}.json"
+                problems.append(f"{file}: {problem}; {remedy}")
+        except OSError as error:
+            problems.append(f"{file}: {error.strerror}; {remedy}")
+    return problems
 
-    def __init__(
-        self,
-        directory: Path,
-        name: str,
-        vocab_size: int,
-        *,
-        has_mask: bool = False,
-        pairs: bool = False,
-    ) -> None:
-        self.name = name
-        self._directory = directory
-        self._vocab_size = vocab_size
-        self._pairs = pairs
-        self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
-        self._ids = _DraftFile(directory / f"{name}.bin")
-        self._ends = _DraftFile(directory / f"{name}.ends")
-        self._mask: _DraftFile | None = None
-        if has_mask:
-            self._mask = _DraftFile(directory / f"{name}.mask")
-        self._bits = np.empty(0, np.bool_)
-        """of the mask, which do not fill a byte yet"""
-        self.n_tokens = 0
-        self.n_documents = 0
-        self._has_bytes = True
-        self._n_unread_ends = 0
-        self._notes: Counter[str] = Counter()
 
-    def add(self, chunk: TokenChunk) -> None:
-        """Append the tokens of `chunk`."""
-        little_endian = np.dtype(self._dtype).newbyteorder("<")
-        self._ids.write(chunk.ids.astype(little_endian, copy=False))
-        self._ends.write((chunk.ends + self.n_tokens).astype("<u8"))
-        if chunk.is_target is not None:
-            assert self._mask is not None
-            bits = np.concatenate([self._bits, chunk.is_target])
-            n_written = len(bits) // 8 * 8
-            self._mask.write(np.packbits(bits[:n_written], bitorder="little"))
-            self._bits = bits[n_written:]
-        self.n_tokens += len(chunk.ids)
-        self.n_documents += len(chunk.ends)
-        self._has_bytes = self._has_bytes and chunk.has_bytes
-        self._n_unread_ends += chunk.n_unread_ends
-        self._notes.update(chunk.notes)
-
-    def close(self) -> None:
-        for draft in (self._ids, self._ends, self._mask):
-            if draft is not None:
-                draft.file.close()
-
-    def finish(
-        self,
-        tokenizer: str | None,
-        sources: Sequence[SourceRecord] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> TokenIndex:
-        """Write and return the index."""
-        mask_crc32c: int | None = None
-        if self._mask is not None:
-            self._mask.write(np.packbits(self._bits, bitorder="little"))
-            mask_crc32c = self._mask.crc32c
-            sync(self._mask.file)
-        sync(self._ids.file)
-        sync(self._ends.file)
-        self.close()
-        index = TokenIndex(
-            format=1,
-            tokenizer=tokenizer,
-            vocab_size=self._vocab_size,
-            tokens=self.n_tokens,
-            documents=self.n_documents,
-            dtype=self._dtype,
-            crc32c=self._ids.crc32c,
-            ends_crc32c=self._ends.crc32c,
-            mask_crc32c=mask_crc32c,
-            pairs=self._pairs,
-            has_bytes=self._has_bytes,
-            unread_ends=self._n_unread_ends,
-            notes=self._notes,
-            sources=list(sources),
-            options=dict(options or {}),
-        )
-        content = index.model_dump_json(indent=1).encode()
-        write_durably(self._directory / f"{self.name}.json", content)
-        return index
+def verify_dataset(directory: Path) -> list[str]:
+    """Compare the token files in `directory` with their checksums. Return a line for each split."""
+    lines: list[str] = []
+    problems: list[str] = []
+    for split in SPLITS:
+        path = directory / f"{split}.json"
+        if split == VALIDATION and not path.exists():
+            continue
+        index = read_index(path)
+        lines.append(f"{describe_split(path, index)}: verified")
+        problems += _find_damage(path, index, crc32c, _REWRITE)
+    if problems:
+        raise RunError(*problems)
+    return lines
 
 
 def describe_unread_ends(index: TokenIndex) -> list[str]:
@@ -405,24 +303,3 @@ def make_source_record(path: Path) -> SourceRecord:
     """Return what identifies the input file `path`."""
     name = os.fsencode(path).decode(errors="backslashreplace")  # file names need not be UTF-8
     return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path.resolve()))
-
-
-def verify_dataset(directory: Path) -> list[str]:
-    """Compare the token files in `directory` with their checksums. Return a line for each split."""
-    lines: list[str] = []
-    problems: list[str] = []
-    for split in SPLITS:
-        path = directory / f"{split}.json"
-        if split == VALIDATION and not path.exists():
-            continue
-        index = read_index(path)
-        lines.append(f"{describe_split(path, index)}: verified")
-        for suffix, expected in index.checksums.items():
-            file = path.with_suffix(suffix)
-            if not file.exists():
-                problems.append(f"{file}: is missing; {_REWRITE}")
-            elif crc32c(file) != expected:
-                problems.append(f"{file}: does not match its checksum; {_REWRITE}")
-    if problems:
-        raise RunError(*problems)
-    return lines

@@ -13,22 +13,34 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
-
 from lm.data.files import TOKENIZING_PACKAGES
-from lm.data.token_file import TRAIN, VALIDATION, TokenFile
+from lm.data.token_file import SPLITS, TRAIN, TokenFile
 from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
 from lm.data.worker import Call, call_in_worker
 from lm.errors import ConfigError
 from lm.program import describe_program
-from lm.storage.cache import cached, describe_files, remembered
+from lm.storage.cache import cached, describe_files
 
 _TEXT = "lm.data.text"
 _RECORDS = "lm.data.records"
-_HOLD_OUT_EVERY = 20
-"""One of so many lines is for validation, unless there is a file for it."""
-_HASHED_TOGETHER = 1 << 18
-"""tokens"""
+HELD_OUT = 0.05
+"""Share of the data that is for validation, unless there are data for it."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What the tokens of documents depend on besides the tokenizer."""
+
+    format: str | None = None
+    """of all files; None = by suffix"""
+    text_field: str = "text"
+    """column or key of the text"""
+    validation_fraction: float = 0.0
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """The names of the token files."""
+        return SPLITS if self.validation_fraction > 0 else (TRAIN,)
 
 
 @dataclass(frozen=True)
@@ -42,36 +54,32 @@ class RecordOptions:
     pairs: bool = False
     """records are preferences, each with a chosen and a rejected reply"""
     holds_out: bool = False
-    """every 20th line is for validation"""
+    """`HELD_OUT` of the records are for validation"""
 
     @property
     def splits(self) -> Sequence[str]:
         """The names of the token files."""
-        if self.holds_out:
-            return (TRAIN, VALIDATION)
-        return (TRAIN,)
-
-    def is_held_out(self, number: int) -> bool:
-        """Return whether the line `number` is for validation."""
-        return self.holds_out and number % _HOLD_OUT_EVERY == 0
+        return SPLITS if self.holds_out else (TRAIN,)
 
 
 def tokenize_text(
-    files: Sequence[Path], tokenizer: Tokenizer, *, with_ends: bool = True
-) -> TokenFile:
-    """Return the tokens of text files, with an end-of-text token after each file.
+    files: Sequence[Path], tokenizer: Tokenizer, *, holds_out: bool = False, with_ends: bool = True
+) -> list[TokenFile]:
+    """Return the tokens of text files, and those that are held out, if any are.
 
-    Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both
-    sides.
+    Files are ordered by a hash of their names, so that the first ones, which are all that a short
+    validation reads, are a fair sample.
 
     Args:
-        with_ends: open where the files end in the tokens, too.
+        with_ends: open where the documents end in the tokens, too.
 
     Raises:
         ConfigError: files cannot be read.
     """
-    directory = _make(_TEXT, "write_text", in_order(files), tokenizer)
-    return TokenFile(directory / f"{TRAIN}.json", with_ends=with_ends, remedy=_remedy(directory))
+    options = TextOptions("text", validation_fraction=HELD_OUT if holds_out else 0.0)
+    in_order = sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest())
+    directory = _make(_TEXT, "write_text", in_order, tokenizer, options)
+    return _open(directory, options.splits, with_ends=with_ends)
 
 
 def tokenize_records(
@@ -82,10 +90,16 @@ def tokenize_records(
     Raises:
         ConfigError: invalid lines (the first of each file), or none.
     """
-    facts = {"template": {"kwargs": tokenizer.template_kwargs}, "options": asdict(options)}
-    directory = _make(_RECORDS, "write_records", files, tokenizer, options, **facts)
-    remedy = _remedy(directory)
-    return [TokenFile(directory / f"{split}.json", remedy=remedy) for split in options.splits]
+    directory = _make(_RECORDS, "write_records", files, tokenizer, options)
+    return _open(directory, options.splits)
+
+
+def _open(directory: Path, splits: Sequence[str], *, with_ends: bool = True) -> list[TokenFile]:
+    remedy = f"delete {directory}: it is written again"
+    return [
+        TokenFile(directory / f"{split}.json", with_ends=with_ends, remedy=remedy)
+        for split in splits
+    ]
 
 
 def _make(
@@ -93,35 +107,21 @@ def _make(
     function: str,
     files: Sequence[Path],
     tokenizer: Tokenizer,
-    *arguments: object,
-    **facts: object,
+    options: TextOptions | RecordOptions,
 ) -> Path:
-    """Return a directory that `function` of `module` has written, now or earlier.
-
-    Args:
-        arguments: of `function` after the directory, the files and the tokenizer.
-        facts: what the tokens depend on besides the files and the tokenizer.
-    """
-    identity = {
+    """Return a directory that `function` of `module` has written, now or earlier."""
+    facts = {
         "program": describe_program(module, TOKENIZING_PACKAGES),
         "files": describe_files(files),
         "tokenizer": describe_tokenizer(tokenizer),
-        **facts,
+        "template": {"kwargs": tokenizer.template_kwargs},
+        "options": asdict(options),
     }
 
     def write(draft: Path) -> None:
-        call_in_worker(Call(module, function, (draft, files, tokenizer, *arguments)))
+        call_in_worker(Call(module, function, (draft, files, tokenizer, options)))
 
-    return cached(identity, write)
-
-
-def _remedy(directory: Path) -> str:
-    return f"delete {directory}: it is written again"
-
-
-def in_order(files: Sequence[Path]) -> list[Path]:
-    """Return text files in the order in which they are read, that of a hash of their names."""
-    return sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest())
+    return cached(facts, write)
 
 
 def find_template_text(tokenizer: Tokenizer) -> str | None:
@@ -144,17 +144,3 @@ def describe_records(tokenizer: Tokenizer, options: RecordOptions) -> dict[str, 
     described["loss_on"] = "completion" if options.completion_only else "all"
     described["objective"] = "dpo" if options.pairs else "next-token"
     return described
-
-
-def hash_tokens(text: TokenFile, start: int, stop: int) -> str:
-    """Return the SHA-256 of some of the tokens, as uint32, which is computed once."""
-    facts = (text.path.parent.name, start, stop)
-    return remembered(facts, lambda: _hash_tokens(text, start, stop))
-
-
-def _hash_tokens(text: TokenFile, start: int, stop: int) -> str:
-    digest = sha256()
-    for first in range(start, stop, _HASHED_TOGETHER):
-        ids = text[first : min(first + _HASHED_TOGETHER, stop)]
-        digest.update(ids.astype(np.uint32).data)
-    return digest.hexdigest()

@@ -52,25 +52,18 @@ class WindowDataset(Dataset):
     Args:
         document_ends: the position after the last token of each document, sorted; documents do not
             see each other. None = attention crosses them.
-        identity: its fingerprint; None = that of the tokens.
-        start: position of the first token.
-        stop: position after the last one; None = the end.
     """
 
     tokens: NDArray[np.integer[Any]] | TokenFile
     seq_len: int
     document_ends: NDArray[np.int64] | None = None
     has_bytes: bool = True
-    identity: str | None = None
-    start: int = 0
-    stop: int | None = None
 
     def __len__(self) -> int:
-        stop = len(self.tokens) if self.stop is None else self.stop
-        return max(0, stop - self.start - 1) // self.seq_len
+        return max(0, len(self.tokens) - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Sample:
-        start = self.start + index * self.seq_len
+        start = index * self.seq_len
         ids = np.asarray(self.tokens[start : start + self.seq_len + 1], np.int64)
         sample = next_token_sample(ids)
         if self.document_ends is None:
@@ -85,21 +78,18 @@ class WindowDataset(Dataset):
     def count_terms(self, index: int) -> int:
         if self.document_ends is None:
             return self.seq_len
-        start = self.start + index * self.seq_len
+        start = index * self.seq_len
         stop = start + self.seq_len
         first, last = np.searchsorted(self.document_ends, [start, stop], side="right")
         return self.seq_len - int(last - first)
 
     def fingerprint(self) -> str:
-        if self.identity is not None:
-            return self.identity
-        tokens = self.tokens[self.start : self.stop]
-        digest = sha256(np.ascontiguousarray(tokens).data).hexdigest()
-        return f"{len(tokens)} tokens, sha256 {digest}"
+        if isinstance(self.tokens, TokenFile):
+            return self.tokens.fingerprint()
+        digest = sha256(np.ascontiguousarray(self.tokens).data).hexdigest()
+        return f"{len(self.tokens)} tokens, sha256 {digest}"
 
 
-def cut_file(
-    file: TokenFile, seq_len: int, identity: str, start: int = 0, stop: int | None = None
-) -> WindowDataset:
+def cut_file(file: TokenFile, seq_len: int) -> WindowDataset:
     """Return the windows of a token file, of separate documents if their ends are open."""
-    return WindowDataset(file, seq_len, file.ends, file.index.has_bytes, identity, start, stop)
+    return WindowDataset(file, seq_len, file.ends, file.index.has_bytes)

@@ -221,13 +221,13 @@ def decoded(data: Data, windows: Dataset) -> str:
     )
 
 
-def test_val_data_default_is_the_end_of_the_text(tmp_path: Path) -> None:
+def test_val_data_default_of_one_text_is_its_end(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     (tmp_path / "val/a.txt").write_text("val" * 20)
     text = "".join(map(chr, range(32, 127))) * 20
     (tmp_path / "a.txt").write_text(text)
     data = open_text(tmp_path / "a.txt")
-    cut = len(text) + 1 - round((len(text) + 1) * 0.05)
+    cut = len(text) - round(len(text) * 0.05)
     assert decoded(data, train_dataset(data)) == text[: cut // 10 * 10]
     assert decoded(data, data.validation[0].dataset) == text[cut:][: (len(text) - cut) // 10 * 10]
     data = open_text(tmp_path / "a.txt", val_data=str(tmp_path / "val"))
@@ -258,6 +258,12 @@ def test_data_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
     after = open_text(tmp_path).fingerprints()["data"]
     assert after["validation"] != before["validation"]
     assert after["train"] == before["train"]
+
+
+def test_text_too_short_to_be_held_out_needs_val_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 99)
+    with pytest.raises(ConfigError, match=r"^val_data: 0 sequences .*; set it, add data"):
+        open_text(tmp_path)
 
 
 def test_validation_bytes_are_those_of_the_targets(tmp_path: Path) -> None:
@@ -439,19 +445,34 @@ def test_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
     assert batches[0].n_terms == batches[1].n_terms == sum(counts)
 
 
-def test_val_data_default_is_every_20th_line(tmp_path: Path) -> None:
+def first_ids(dataset: Dataset) -> list[str]:
+    return [chr(dataset[i].inputs[0]) for i in range(len(dataset))]
+
+
+def test_val_data_default_depends_on_the_content_of_lines(tmp_path: Path) -> None:
+    """Not on their place, nor on others: equal ones are on one side."""
+    letters = [chr(ord("A") + i) for i in range(52)]
+    held_out: list[list[str]] = []
+    for order in (letters, letters[::-1], letters * 2):
+        lines = [{"text": letter} for letter in order]
+        data = open_lines(tmp_path, *lines, without="val_data", packing=False)
+        found = first_ids(data.validation[0].dataset)
+        assert sorted(found + first_ids(train_dataset(data))) == sorted(order)
+        assert data.notes[-1].startswith(f"{len(found)} of the {len(order)} ")
+        held_out.append(sorted(set(found)))
+    assert held_out[0] == held_out[1] == held_out[2]
+    assert 0 < len(held_out[0]) < 10
+    assert len(open_lines(tmp_path, *lines, packing=False).validation[0].dataset) == 104
+
+
+def test_val_data_default_of_equal_lines_is_every_20th(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n' * 3)
-    lines = [{"text": chr(ord("A") + i)} for i in range(38)]
+    lines = [{"text": "b"}] * 38
     data = open_lines(
         tmp_path, *lines, train_data=f"{tmp_path}/*.jsonl", without="val_data", packing=False
     )
-    held_out = [
-        chr(data.validation[0].dataset[i].inputs[0]) for i in range(len(data.validation[0].dataset))
-    ]
-    assert held_out == ["A", "U", "b"]
+    assert len(data.validation[0].dataset) == 3
     assert data.train.samples_per_epoch == 38
-    assert data.notes[-1].startswith("3 of the 41 ")
-    assert len(open_lines(tmp_path, *lines, packing=False).validation[0].dataset) == 38
 
 
 def test_prompt_default_is_the_start_of_validation_data(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ from lm.data.encoder import CHUNK_SIZE
 from lm.data.readers import is_held_out, read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, first_tokens, open_documents
-from lm.data.token_file import END_OF_TEXT, TokenChunk, read_index
+from lm.data.token_file import END_OF_TEXT, read_index
+from lm.data.token_writer import TokenChunk
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
@@ -168,7 +169,7 @@ def test_prepare_reads_files_in_order(tmp_path: Path) -> None:
     code, output, errors = run(
         *paths, tmp_path / "z", "--tokenizer", "bytes", "--out", tmp_path / "out"
     )
-    warnings = [line for line in errors.splitlines() if line and "tokens/s" not in line]
+    warnings = [line for line in errors.splitlines() if line and "B/s" not in line]
     assert (code, warnings) == (0, [])
     assert dataset(tmp_path / "out") == as_bytes(*TEXTS * len(paths), *TEXTS[:4])
     index = read_index(tmp_path / "out/train.json")
@@ -201,7 +202,7 @@ def test_validation_fraction_of_few_documents(tmp_path: Path) -> None:
     code, output, errors = run(tmp_path / "a.txt", tmp_path / "b.txt", *common)
     assert code == 0, errors
     parts = [
-        "too few documents: the last 10 % ",
+        "few documents, or of very different sizes: the last 10 % ",
         f"{out}/train.bin: 948 tokens",
         f"{out}/validation.bin: 106 tokens",
     ]
@@ -628,7 +629,7 @@ def test_prepare_reports_all_problems_of_the_command_line(
     ("files", "options", "error"),
     [
         ({"a.txt": "", "b.jsonl": '\n{"text": ""}\n'}, (), "{0}/a.txt and 1 other"),
-        ({"a.txt": "to be"}, ("--validation-fraction", 1e-9), "--validation-fraction: 1e-09 "),
+        ({"a.txt": "to be"}, ("--validation-fraction", 1e-9), "{0}/a.txt: 1 document leave none"),
         (
             {"a.txt": "to be"}
             | dict.fromkeys(("b.jsonl", "c.jsonl"), JSONL.decode() * 9 + '{"text": 4}'),
@@ -690,7 +691,7 @@ def test_error_at_the_start_of_any_file_precedes_the_encoding(tmp_path: Path) ->
         [str(tmp_path), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr("lm.prepare.encode_in_threads")
+        patch.delattr("lm.data.text.encode_in_threads")
         with pytest.raises(ConfigError, match=r"b\.jsonl:1: "):
             command.write_dataset(arguments, command.find_inputs(arguments))
 

@@ -47,7 +47,7 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
 
 
 def windows(path: Path, seq_len: int, vocab_size: int) -> WindowDataset:
-    return cut_file(TokenFile(path, vocab_size, with_ends=False), seq_len, "")
+    return cut_file(TokenFile(path, vocab_size, with_ends=False), seq_len)
 
 
 @given(

@@ -35,17 +35,20 @@ for record, pairs in ((chat, False), (pair, True)):
     "lm.data.packing": """
 import numpy as np
 from lm.data.packing import PackedDataset
-from lm.data.token_file import TokenChunk, TokenFile, TokenFileWriter
-writer = TokenFileWriter(Path(), "train", 257)
-writer.add(TokenChunk(np.arange(9), np.array([4, 9]), held_out=False, size=9))
-writer.finish(None)
+from lm.data.token_file import TokenFile, TokenIndex
+np.arange(9, dtype="<u2").tofile("train.bin")
+np.array([4, 9], "<u8").tofile("train.ends")
+kind = {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "dtype": "uint16", "sources": []}
+sizes = {"tokens": 9, "documents": 2, "crc32c": 0, "ends_crc32c": 0}
+Path("train.json").write_text(TokenIndex.model_validate(kind | sizes).model_dump_json())
 PackedDataset(TokenFile(Path("train.json")), 8, "", packing=True)
 """,
     "lm.data.text": """
 from lm.data.text import write_text
+from lm.data.tokenized import TextOptions
 from lm.data.tokenizer.loading import load_tokenizer
 Path("a.txt").write_text("to be")
-write_text(Path(), [Path("a.txt")], load_tokenizer("tokenizer"))
+write_text(Path(), [Path("a.txt")], load_tokenizer("tokenizer"), TextOptions("text"))
 """,
     "lm.hf.examine": """
 from lm.hf.examine import examine

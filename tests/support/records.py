@@ -11,7 +11,7 @@ from lm.data.packing import PackedDataset
 from lm.data.records import write_records
 from lm.data.text import write_text
 from lm.data.token_file import TokenFile
-from lm.data.tokenized import RecordOptions, in_order
+from lm.data.tokenized import RecordOptions, TextOptions
 from lm.data.tokenizer.loading import Tokenizer
 
 
@@ -36,5 +36,5 @@ def pack_files(
 def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TokenFile:
     """The tokens of text files."""
     with tempfile.TemporaryDirectory() as folder:
-        write_text(Path(folder), in_order(files), tokenizer)
+        write_text(Path(folder), files, tokenizer, TextOptions("text"))
         return TokenFile(Path(folder, "train.json"))

@@ -593,7 +593,7 @@ def test_a_random_model_learns_which_reply_is_preferred(tmp_path: Path) -> None:
     shape = TINY | LLAMA_STYLE | {"vocab_size": 264, "max_seq_len": 32, "amp_dtype": None}
     base = shape | {"dataset": "text", "max_steps": 1, "lr": 1e-9, "num_tokens": 0}
     text = tmp_path / "text.txt"
-    text.write_text("abc " * 100)
+    text.write_text("abc " * 200)
     run_fsdp(tmp_path, f"train_data={text}", "run_name=base", config=base, code=0)
     write_preferences(tmp_path / "train.jsonl", 1, 600)
     write_preferences(tmp_path / "held_out.jsonl", 2, 100)
