@@ -17,9 +17,9 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from io import BufferedReader, BufferedWriter
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
@@ -273,7 +273,7 @@ def crc32c(path: Path) -> int:
     return value
 
 
-def sync(file: BufferedWriter) -> None:
+def sync(file: BinaryIO) -> None:
     """Flush `file` to disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -37,7 +37,12 @@ from lm.data.token_file import (
     SourceRecord,
     read_index,
 )
-from lm.data.tokenized import RecordOptions, TextOptions, describe_records
+from lm.data.tokenized import (
+    RecordOptions,
+    TextOptions,
+    describe_making,
+    describe_records,
+)
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
@@ -95,12 +100,23 @@ def write_dataset(
         sources = [token_file.make_source_record(path) for path in files]
         if index.exists() and not args.overwrite:
             return [_check_existing(args, index, sources, tokenizer, records)]
-        with drafted(args.out, if_exists="replace") as draft:
+        notes: list[str] = []
+        if tokenizer is None:
+            tokenizer = _train_tokenizer(args, files)
+            if tokenizer.vocab_size != args.train_tokenizer:
+                size = f"{tokenizer.vocab_size} tokens"
+                notes.append(f"the trained tokenizer has {size}: the text contains no more")
+        made_from = {"input": [source.model_dump() for source in sources]}
+        if records is not None:
+            made_from |= describe_making(write_records.__module__, tokenizer, records.options)
+        else:
+            made_from |= describe_making(write_text.__module__, tokenizer, _text_options(args))
+        with drafted(args.out, if_exists="replace", made_from=made_from) as draft:
             lines = _write_files(draft, args, files, sources, tokenizer, records)
             for path, before in zip(files, modified, strict=True):
                 if path.stat().st_mtime_ns != before:
                     raise RunError(f"{path}: changed while it was read; run the command again")
-        return lines
+        return [*notes, *lines]
 
 
 def _check_replaceable(out: Path) -> None:
@@ -155,16 +171,11 @@ def _write_files(
     args: argparse.Namespace,
     files: Sequence[Path],
     sources: Sequence[SourceRecord],
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer,
     records: _Records | None,
 ) -> list[str]:
     """Write all files of the dataset to `draft`. Return the lines to print."""
     notes: list[str] = []
-    if tokenizer is None:
-        tokenizer = _train_tokenizer(args, files)
-        if tokenizer.vocab_size != args.train_tokenizer:
-            size = f"{tokenizer.vocab_size} tokens"
-            notes.append(f"the trained tokenizer has {size}: the text contains no more")
     for name, content in tokenizer.files.items():
         write_durably(draft / name, content)
     started = time.monotonic()

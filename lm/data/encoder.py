@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -46,14 +47,17 @@ class _TextChunk:
 
 
 def encode_in_threads(
-    documents: Iterable[Document], tokenizer: Tokenizer, n_threads: int
+    documents: Iterable[Document], tokenizer: Tokenizer, n_threads: int, n_skipped: int = 0
 ) -> Generator[TokenChunk]:
-    """Yield the tokens of `documents`, each with an end-of-text token, in order for each split."""
+    """Yield the tokens of `documents`, each with an end-of-text token, in order for each split.
+
+    The first `n_skipped` chunks are not encoded.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the threads has one core
     pool = ThreadPoolExecutor(n_threads)
     pending: deque[Future[TokenChunk]] = deque()
     try:
-        for chunk in _group_parts(documents):
+        for chunk in itertools.islice(_group_parts(documents), n_skipped, None):
             pending.append(pool.submit(_encode_chunk, chunk, tokenizer))
             if len(pending) > CHUNKS_PER_THREAD * n_threads:
                 yield pending.popleft().result()

@@ -7,13 +7,13 @@ A line, or an element of a file that is one JSON array, is an object whose keys 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,7 @@ def write_records(
     return write_splits(
         directory,
         options.splits,
-        _tokenize_files(files, tokenize),
+        partial(_tokenize_files, files, tokenize),
         tokenizer,
         files,
         sources,
@@ -84,21 +84,25 @@ class _TokenizedPiece:
     """that ends the file"""
 
 
-def _tokenize_files(files: Sequence[Path], tokenizer: _PieceTokenizer) -> Generator[TokenChunk]:
+def _tokenize_files(
+    files: Sequence[Path], tokenizer: _PieceTokenizer, n_skipped: int
+) -> Generator[Sequence[TokenChunk]]:
     """Yield the tokens of all files in order, tokenized on all cores.
+
+    The first `n_skipped` pieces are not.
 
     Raises:
         ConfigError: invalid lines, the first of each file.
     """
     errors: dict[Path, ConfigError] = {}
-    pieces = _read_pieces(files, errors)
+    pieces = itertools.islice(_read_pieces(files, errors), n_skipped, None)
     n_workers = count_workers(total_size(files))
     with closing(map_in_order(tokenizer.tokenize, pieces, n_workers)) as tokenized:
         for piece in tokenized:
             if piece.error is not None:
                 errors.setdefault(piece.file, piece.error)
             if not errors:
-                yield from piece.chunks
+                yield piece.chunks
     raise_together(list(errors.values()))
 
 
@@ -194,7 +198,7 @@ class _PieceTokenizer:
     by_content: bool = False
     """whether records are held out by their content, and not every 20th"""
 
-    @functools.cached_property
+    @cached_property
     def _renderer(self) -> RecordRenderer:
         options = self.options
         fields = RecordFields(options.fields, options.pairs)

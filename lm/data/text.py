@@ -6,7 +6,9 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +73,27 @@ class TextFiles:
         """Yield the documents in order."""
         return hold_out(self._read_all(), self._options.validation_fraction, self.cuts_tails)
 
-    def tokenize(self, tokenizer: Tokenizer, n_threads: int) -> Generator[TokenChunk]:
-        """Yield the tokens of the documents, each with an end-of-text token, in order."""
+    def tokenize(
+        self, tokenizer: Tokenizer, n_threads: int, n_skipped: int = 0
+    ) -> Generator[Sequence[TokenChunk]]:
+        """Yield the tokens of the documents, each with an end-of-text token, in order.
+
+        The first `n_skipped` pieces are not encoded.
+        """
         if self._have_ids:
-            fraction = self._options.validation_fraction
-            for path in self.files:
-                yield from read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
+            read = (self._read_ids(path, tokenizer) for path in self.files)
+            for chunk in itertools.islice(itertools.chain.from_iterable(read), n_skipped, None):
+                yield [chunk]
             return
         split = (split_document(each.document, each.blocks(), tokenizer) for each in self.read())
         parts = itertools.chain.from_iterable(split)
-        yield from encode_in_threads(parts, tokenizer, n_threads)
+        with closing(encode_in_threads(parts, tokenizer, n_threads, n_skipped)) as chunks:
+            for chunk in chunks:
+                yield [chunk]
+
+    def _read_ids(self, path: Path, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
+        fraction = self._options.validation_fraction
+        return read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
 
 
 def write_text(
@@ -105,7 +118,7 @@ def write_text(
     return write_splits(
         directory,
         options.splits,
-        texts.tokenize(tokenizer, n_threads or usable_cores()),
+        partial(texts.tokenize, tokenizer, n_threads or usable_cores()),
         tokenizer,
         files,
         sources,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import google_crc32c
 import numpy as np
@@ -18,9 +20,13 @@ from lm.data.files import name_files
 from lm.data.token_file import SourceRecord, TokenIndex
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError
-from lm.fileio import sync, write_durably
+from lm.fileio import MAX_INDEX_BYTES, parse_json, read_bytes, sync, write_durably
 from lm.launch.launch import is_rank0
 from lm.units import format_count
+
+SAVE_SECONDS = 60.0
+"""of work that a kill can lose"""
+_PROGRESS = ".progress.json"
 
 
 @dataclass(slots=True)
@@ -44,24 +50,29 @@ class TokenChunk:
     """see `RecordRenderer`"""
 
 
-class _DraftFile:
-    """A file that is being written, and the checksum of what it contains."""
+@dataclass
+class _Written:
+    """What a token file has, of which a part is written."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("wb")
-        self.crc32c = 0
-
-    def write(self, values: NDArray[Any]) -> None:
-        content = values.tobytes()
-        self.file.write(content)
-        self.crc32c = google_crc32c.extend(self.crc32c, content)
+    tokens: int = 0
+    documents: int = 0
+    crc32c: int = 0
+    """of NAME.bin"""
+    ends_crc32c: int = 0
+    mask_crc32c: int | None = None
+    """None = there is no mask"""
+    bits: list[bool] = field(default_factory=list)
+    """of the mask, which do not fill a byte yet"""
+    has_bytes: bool = True
+    unread_ends: int = 0
+    notes: dict[str, int] = field(default_factory=dict)
 
 
 class TokenFileWriter:
     """Writer of the token file `name` in `directory`, which is complete with its index.
 
     Args:
-        has_mask: chunks say which tokens are learned.
+        written: what the files have already; what follows that is deleted.
         pairs: documents are the replies of pairs.
     """
 
@@ -70,86 +81,124 @@ class TokenFileWriter:
         directory: Path,
         name: str,
         tokenizer: Tokenizer,
+        written: _Written,
         *,
-        has_mask: bool = False,
         pairs: bool = False,
     ) -> None:
-        self._index_path = directory / f"{name}.json"
+        self._path = directory / f"{name}.json"
         self._tokenizer = tokenizer
         self._pairs = pairs
+        self.written = written
         self._dtype: Literal["uint16", "uint32"] = "uint16"
         if tokenizer.vocab_size > 2**16:
             self._dtype = "uint32"
-        self._ids = _DraftFile(directory / f"{name}.bin")
-        self._ends = _DraftFile(directory / f"{name}.ends")
-        self._mask: _DraftFile | None = None
-        if has_mask:
-            self._mask = _DraftFile(directory / f"{name}.mask")
-        self._bits = np.empty(0, np.bool_)
-        """of the mask, which do not fill a byte yet"""
-        self._n_tokens = 0
-        self.n_documents = 0
-        self._has_bytes = True
-        self._n_unread_ends = 0
-        self._notes: Counter[str] = Counter()
+        self._ids = self._open(".bin", written.tokens * np.dtype(self._dtype).itemsize)
+        self._ends = self._open(".ends", written.documents * 8)
+        self._mask: BinaryIO | None = None
+        if written.mask_crc32c is not None:
+            self._mask = self._open(".mask", written.tokens // 8)
+
+    def _open(self, suffix: str, size: int) -> BinaryIO:
+        path = self._path.with_suffix(suffix)
+        path.touch()
+        file = path.open("r+b")
+        file.truncate(size)
+        file.seek(size)
+        return file
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
-        little_endian = np.dtype(self._dtype).newbyteorder("<")
-        self._ids.write(chunk.ids.astype(little_endian, copy=False))
-        self._ends.write((chunk.ends + self._n_tokens).astype("<u8"))
+        written = self.written
+        ids = chunk.ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False)
+        written.crc32c = _append(self._ids, ids, written.crc32c)
+        ends = (chunk.ends + written.tokens).astype("<u8")
+        written.ends_crc32c = _append(self._ends, ends, written.ends_crc32c)
         if chunk.is_target is not None:
-            assert self._mask is not None
-            bits = np.concatenate([self._bits, chunk.is_target])
-            n_written = len(bits) // 8 * 8
-            self._mask.write(np.packbits(bits[:n_written], bitorder="little"))
-            self._bits = bits[n_written:]
-        self._n_tokens += len(chunk.ids)
-        self.n_documents += len(chunk.ends)
-        self._has_bytes = self._has_bytes and chunk.has_bytes
-        self._n_unread_ends += chunk.n_unread_ends
-        self._notes.update(chunk.notes)
+            bits = np.concatenate([np.array(written.bits, np.bool_), chunk.is_target])
+            n_bits = len(bits) // 8 * 8
+            self._add_bits(bits[:n_bits])
+            written.bits = bits[n_bits:].tolist()
+        written.tokens += len(chunk.ids)
+        written.documents += len(chunk.ends)
+        written.has_bytes = written.has_bytes and chunk.has_bytes
+        written.unread_ends += chunk.n_unread_ends
+        written.notes = dict(Counter(written.notes) + Counter(chunk.notes))
+
+    def _add_bits(self, bits: NDArray[np.bool_]) -> None:
+        assert self._mask is not None
+        assert self.written.mask_crc32c is not None
+        content = np.packbits(bits, bitorder="little")
+        self.written.mask_crc32c = _append(self._mask, content, self.written.mask_crc32c)
+
+    def sync(self) -> None:
+        """Return when what is written is on the disk."""
+        for file in (self._ids, self._ends, self._mask):
+            if file is not None:
+                sync(file)
 
     def close(self) -> None:
-        for draft in (self._ids, self._ends, self._mask):
-            if draft is not None:
-                draft.file.close()
+        for file in (self._ids, self._ends, self._mask):
+            if file is not None:
+                file.close()
 
     def finish(self, sources: Sequence[SourceRecord], options: Mapping[str, Any]) -> TokenIndex:
         """Write and return the index."""
-        mask_crc32c: int | None = None
         if self._mask is not None:
-            self._mask.write(np.packbits(self._bits, bitorder="little"))
-            mask_crc32c = self._mask.crc32c
-            sync(self._mask.file)
-        sync(self._ids.file)
-        sync(self._ends.file)
+            self._add_bits(np.array(self.written.bits, np.bool_))
+        self.sync()
         self.close()
+        contents = asdict(self.written)
+        del contents["bits"]
         index = TokenIndex(
             format=1,
             tokenizer=self._tokenizer.identity,
             vocab_size=self._tokenizer.vocab_size,
-            tokens=self._n_tokens,
-            documents=self.n_documents,
             dtype=self._dtype,
-            crc32c=self._ids.crc32c,
-            ends_crc32c=self._ends.crc32c,
-            mask_crc32c=mask_crc32c,
             pairs=self._pairs,
-            has_bytes=self._has_bytes,
-            unread_ends=self._n_unread_ends,
-            notes=self._notes,
             sources=list(sources),
             options=dict(options),
+            **contents,
         )
-        write_durably(self._index_path, index.model_dump_json(indent=1).encode())
+        write_durably(self._path, index.model_dump_json(indent=1).encode())
         return index
+
+
+def _append(file: BinaryIO, values: NDArray[Any], checksum: int) -> int:
+    """Write `values`. Return the checksum of the file, which was `checksum`."""
+    content = values.tobytes()
+    file.write(content)
+    return google_crc32c.extend(checksum, content)
+
+
+@dataclass
+class _Progress:
+    """How far the token files of a directory are written."""
+
+    written: list[_Written]
+    """of each split"""
+    n_pieces: int = 0
+    size: int = 0
+    """bytes of input"""
+
+    @classmethod
+    def load(cls, directory: Path, n_splits: int, *, has_mask: bool) -> _Progress:
+        """Return what a killed process has saved in the directory, else a start."""
+        try:
+            saved = parse_json(read_bytes(directory / _PROGRESS, MAX_INDEX_BYTES))
+        except (OSError, ValueError):
+            mask_crc32c = 0 if has_mask else None
+            return cls([_Written(mask_crc32c=mask_crc32c) for _ in range(n_splits)])
+        written = [_Written(**each) for each in saved.pop("written")]
+        return cls(written, **saved)
+
+    def save(self, directory: Path) -> None:
+        write_durably(directory / _PROGRESS, json.dumps(asdict(self)).encode())
 
 
 def write_splits(
     directory: Path,
     splits: Sequence[str],
-    chunks: Generator[TokenChunk],
+    read: Callable[[int], Generator[Sequence[TokenChunk]]],
     tokenizer: Tokenizer,
     files: Sequence[Path],
     sources: Sequence[SourceRecord],
@@ -163,7 +212,8 @@ def write_splits(
 
     Args:
         splits: their names; the second is held out.
-        chunks: the tokens of `files`.
+        read: yields the tokens of `files` in pieces, without the first ones, whose number it is
+            passed: those that a killed process has written to `directory`.
         options: what the indexes say.
         file_format: of all files; None = by suffix.
 
@@ -171,22 +221,34 @@ def write_splits(
         ConfigError: a split has no documents.
     """
     with ExitStack() as stack:
+        progress = _Progress.load(directory, len(splits), has_mask=has_mask)
         writers: list[TokenFileWriter] = []
-        for name in splits:
-            writer = TokenFileWriter(directory, name, tokenizer, has_mask=has_mask, pairs=pairs)
+        for name, written in zip(splits, progress.written, strict=True):
+            writer = TokenFileWriter(directory, name, tokenizer, written, pairs=pairs)
             writers.append(stack.enter_context(closing(writer)))
         bar = bar_of_files("tokenizing", files, file_format, hidden=not is_rank0())
-        progress = stack.enter_context(bar)
-        for chunk in stack.enter_context(closing(chunks)):
-            writers[chunk.held_out].add(chunk)
-            progress.update(chunk.size)
-        counts = [writer.n_documents for writer in writers]
-        if sum(counts) == 0:
+        stack.enter_context(bar)
+        bar.update(progress.size)
+        saved_at = time.monotonic()
+        for chunks in stack.enter_context(closing(read(progress.n_pieces))):
+            for chunk in chunks:
+                writers[chunk.held_out].add(chunk)
+                progress.size += chunk.size
+                bar.update(chunk.size)
+            progress.n_pieces += 1
+            if time.monotonic() >= saved_at + SAVE_SECONDS:
+                for writer in writers:
+                    writer.sync()
+                progress.save(directory)
+                saved_at = time.monotonic()
+        n_documents = sum(written.documents for written in progress.written)
+        if n_documents == 0:
             raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
-        for name, count in zip(splits, counts, strict=True):
-            if count == 0:
-                problem = f"{format_count(sum(counts), 'document')} leave none for {name}"
+        for name, written in zip(splits, progress.written, strict=True):
+            if written.documents == 0:
+                problem = f"{format_count(n_documents, 'document')} leave none for {name}"
                 separate = "name other data for validation (val_data), or another fraction"
                 remedy = f"add data, {separate} (--validation-fraction)"
                 raise ConfigError(f"{name_files(files)}: {problem}; {remedy}")
+        (directory / _PROGRESS).unlink(missing_ok=True)
         return [writer.finish(sources, options) for writer in writers]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from lm.data.files import TOKENIZING_PACKAGES
 from lm.data.token_file import SPLITS, TRAIN, TokenFile
@@ -36,6 +37,10 @@ class TextOptions:
     text_field: str = "text"
     """column or key of the text"""
     validation_fraction: float = 0.0
+    split: str | None = None
+    """of a dataset of the Hub, whose name stands for files; None = there are files"""
+    hf_config: str | None = None
+    """its configuration"""
 
     @property
     def splits(self) -> Sequence[str]:
@@ -55,6 +60,9 @@ class RecordOptions:
     """records are preferences, each with a chosen and a rejected reply"""
     holds_out: bool = False
     """`HELD_OUT` of the records are for validation"""
+    split: str | None = None
+    """see `TextOptions`"""
+    hf_config: str | None = None
 
     @property
     def splits(self) -> Sequence[str]:
@@ -94,6 +102,18 @@ def tokenize_records(
     return _open(directory, options.splits)
 
 
+def describe_making(
+    module: str, tokenizer: Tokenizer, options: TextOptions | RecordOptions
+) -> dict[str, Any]:
+    """Return what the tokens that `module` makes depend on besides the data, as JSON."""
+    return {
+        "program": describe_program(module, TOKENIZING_PACKAGES),
+        "tokenizer": describe_tokenizer(tokenizer),
+        "template": {"kwargs": tokenizer.template_kwargs},
+        "options": asdict(options),
+    }
+
+
 def _open(directory: Path, splits: Sequence[str], *, with_ends: bool = True) -> list[TokenFile]:
     remedy = f"delete {directory}: it is written again"
     return [
@@ -110,18 +130,12 @@ def _make(
     options: TextOptions | RecordOptions,
 ) -> Path:
     """Return a directory that `function` of `module` has written, now or earlier."""
-    facts = {
-        "program": describe_program(module, TOKENIZING_PACKAGES),
-        "files": describe_files(files),
-        "tokenizer": describe_tokenizer(tokenizer),
-        "template": {"kwargs": tokenizer.template_kwargs},
-        "options": asdict(options),
-    }
+    facts = describe_making(module, tokenizer, options) | {"files": describe_files(files)}
 
     def write(draft: Path) -> None:
         call_in_worker(Call(module, function, (draft, files, tokenizer, options)))
 
-    return cached(facts, write)
+    return cached(facts, write, continues=True)
 
 
 def find_template_text(tokenizer: Tokenizer) -> str | None:

@@ -44,13 +44,16 @@ def cache_directory() -> Path:
 
 
 @oserror_as_config_error
-def cached(facts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
+def cached(
+    facts: Mapping[str, Any], build: Callable[[Path], None], *, continues: bool = False
+) -> Path:
     """Return the folder that `build` has filled, by now or earlier.
 
     Without a cache that only this user can write to, it is a temporary one of this process.
 
     Args:
         facts: what the content depends on, as JSON, with the code (`describe_program`).
+        continues: whether `build` continues what a killed process has left in the folder.
     """
     text = json.dumps(facts, sort_keys=True)
     made_from = json.loads(text)
@@ -69,7 +72,8 @@ def cached(facts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
             print(f"{entry}: {damage}: computed again", file=sys.stderr, flush=True)
             discard(entry)
         if not entry.exists():
-            with drafted(entry, if_exists="keep") as draft:
+            continued = made_from if continues else None
+            with drafted(entry, if_exists="keep", made_from=continued) as draft:
                 draft.chmod(0o700)
                 build(draft)
                 write_manifest(draft, made_from)

@@ -3,6 +3,7 @@
     NAME                        the folder
     .NAME.lock                  held by the process that writes it
     .NAME.draft-HOST-XXXXXXXX   what that process writes
+    .NAME.unfinished            what a killed one has written, if the next continues it
     .NAME.replaced              the folder before, while a new one takes its place
     .NAME.deleted-XXXXXXXX      a folder that is being deleted
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import re
 import shutil
@@ -34,6 +36,7 @@ from lm.fileio import (
     MAX_INDEX_BYTES,
     crc32c,
     find_stranger,
+    parse_json,
     read_bytes,
     sync_directory,
     write_durably,
@@ -43,8 +46,12 @@ from lm.storage.lock import GRACE_SECONDS, hold
 MANIFEST = "manifest.json"
 IDLE_SECONDS = 86400.0
 """After so long without a write, a draft of another machine is one of a killed process."""
+_IDLE_SECONDS = 600.0
+"""the same, of one that is written to all the time, as it can be continued"""
+_MADE_FROM = ".made_from.json"
+"""in a draft that can be continued"""
 _HOST = re.sub(r"\W", "_", socket.gethostname())
-_TRACE = re.compile(r"\.(.+)\.(lock|draft-\w+-\w+|deleted-\w+|replaced)")
+_TRACE = re.compile(r"\.(.+)\.(lock|draft-\w+-\w+|unfinished|deleted-\w+|replaced)")
 """what is next to the folder of a name while it is written"""
 _IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, *_IS_THERE)
@@ -129,23 +136,36 @@ def _settle(path: Path) -> None:
             shutil.rmtree(replaced)
         else:
             replaced.rename(path)
+    unfinished = _unfinished(path)
+    if unfinished.exists() and _is_idle(unfinished, IDLE_SECONDS):
+        shutil.rmtree(unfinished, ignore_errors=True)
     for draft in path.parent.glob(f".{glob.escape(path.name)}.draft-*"):
-        if f".draft-{_HOST}-" in draft.name or _is_idle(draft):
+        is_continued = (draft / _MADE_FROM).exists()
+        seconds = _IDLE_SECONDS if is_continued else IDLE_SECONDS
+        if f".draft-{_HOST}-" not in draft.name and not _is_idle(draft, seconds):
+            continue
+        if is_continued and not unfinished.exists():
+            draft.rename(unfinished)
+        else:
             shutil.rmtree(draft, ignore_errors=True)
     for deleted in path.parent.glob(f".{glob.escape(path.name)}.deleted-*"):
         shutil.rmtree(deleted, ignore_errors=True)
 
 
-def _is_idle(draft: Path) -> bool:
+def _is_idle(draft: Path, seconds: float) -> bool:
     last_write = 0.0
     for path in [draft, *draft.rglob("*")]:
         with suppress(FileNotFoundError):
             last_write = max(last_write, path.lstat().st_mtime)
-    return time.time() - last_write > IDLE_SECONDS
+    return time.time() - last_write > seconds
 
 
 def _new_draft(path: Path) -> Path:
     return path.with_name(f".{path.name}.draft-{_HOST}-{uuid.uuid4().hex[:8]}")
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def _replaced(path: Path) -> Path:
@@ -154,7 +174,11 @@ def _replaced(path: Path) -> Path:
 
 @contextmanager
 def drafted(
-    path: Path, n_bytes: int = 0, *, if_exists: Literal["fail", "replace", "keep"] = "fail"
+    path: Path,
+    n_bytes: int = 0,
+    *,
+    if_exists: Literal["fail", "replace", "keep"] = "fail",
+    made_from: Mapping[str, Any] | None = None,
 ) -> Iterator[Path]:
     """Yield a new folder that becomes `path` at the end, unless an exception ends it before.
 
@@ -165,17 +189,23 @@ def drafted(
         if_exists: what is done at the end if `path` is a folder that is not empty. It is replaced,
             so that at any moment one of both is there or is put back by `writing` or `recover`, or
             kept.
+        made_from: as JSON. What a killed process has written of a folder made from the same is in
+            the new one, if it passed this, too.
 
     Raises:
         RunError: the disk is full.
     """
     draft = _new_draft(path)
-    draft.mkdir()
+    if made_from is None or not _continue(path, draft, made_from):
+        draft.mkdir()
     try:
+        if made_from is not None:
+            write_durably(draft / _MADE_FROM, json.dumps(made_from).encode())
         free = shutil.disk_usage(draft).free
         if free < n_bytes:
             raise RunError(f"{path}: disk full: {n_bytes:,} bytes are needed, {free:,} are free")
         yield draft
+        (draft / _MADE_FROM).unlink(missing_ok=True)
         _flush(draft)
         replaced = _replaced(path)
         if if_exists == "replace" and path.exists():
@@ -194,6 +224,18 @@ def drafted(
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def _continue(path: Path, draft: Path, made_from: Mapping[str, Any]) -> bool:
+    """Return whether `draft` is now what a killed process has written of `path`."""
+    unfinished = _unfinished(path)
+    with suppress(OSError, ValueError):  # there is none, or another process has taken it
+        found = parse_json(read_bytes(unfinished / _MADE_FROM, MAX_INDEX_BYTES))
+        if found == made_from and unfinished.lstat().st_uid == os.getuid():
+            unfinished.rename(draft)
+            return True
+    shutil.rmtree(unfinished, ignore_errors=True)
+    return False
+
+
 def _flush(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -205,7 +247,7 @@ def _flush(folder: Path) -> None:
 def write_manifest(folder: Path, made_from: Mapping[str, Any]) -> None:
     """Write the manifest of the files that are in `folder`."""
     files: dict[str, FileRecord] = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("[!.]*")):
         files[path.name] = record(path)
     manifest = Manifest(made_from=dict(made_from), files=files)
     write_durably(folder / MANIFEST, manifest.model_dump_json(indent=1).encode())

@@ -241,7 +241,7 @@ def test_train_tokenizer_on_the_input(tmp_path: Path) -> None:
     assert (
         "".join(tokenizer.decode(document) for document in dataset(out)[:2]) == "e0 d0\n\ne1 d1\n\n"
     )
-    larger = run(*common, 90_000, "--out", tmp_path / "larger")[1].splitlines()[1]
+    larger = run(*common, 90_000, "--out", tmp_path / "larger")[1].splitlines()[0]
     assert str(read_index(tmp_path / "larger/train.json").vocab_size) in larger
     before = content(out)
     code, output, _ = run(*common, 300, "--out", out)

@@ -1,0 +1,108 @@
+"""A first start that is killed while it tokenizes is continued by the next one, not repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.storage.cache import cache_directory
+from tests.support import REPOSITORY
+
+TOKENIZE = """
+import os, sys
+from itertools import count
+from pathlib import Path
+from lm.data import encoder, records, token_writer, tokenized
+from lm.data.tokenizer.loading import load_tokenizer
+
+kind, n_before_kill = sys.argv[1], int(sys.argv[2])
+token_writer.SAVE_SECONDS = 0.0
+tokenized.call_in_worker = lambda call: call()  # in this process
+pieces = count(1)
+
+def counted(function):
+    def call(*arguments):
+        if next(pieces) > n_before_kill:
+            os.kill(os.getpid(), 9)
+        return function(*arguments)
+    return call
+
+tokenizer = load_tokenizer("bytes")
+if kind == "text":
+    encoder._encode_chunk = counted(encoder._encode_chunk)
+    encoder.CHUNKS_PER_THREAD = 0  # none ahead of what is written
+    files = tokenized.tokenize_text(sorted(Path("in").iterdir()), tokenizer, holds_out=True)
+else:
+    records._check_first_lines = lambda *_: None
+    records.count_workers = lambda _: 1
+    records._PieceTokenizer.tokenize = counted(records._PieceTokenizer.tokenize)
+    options = tokenized.RecordOptions(completion_only=True, holds_out=True)
+    files = tokenized.tokenize_records(sorted(Path("in").iterdir()), tokenizer, options)
+print(next(pieces) - 1, files[0].path.parent)
+"""
+ALL = 1000
+"""pieces, more than there are"""
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    (tmp_path / "in").mkdir()
+    for number in range(12):
+        lines = [f"{number} {i} " * 60 for i in range(500)]  # more than a piece
+        if request.param == "jsonl":
+            lines = [json.dumps({"prompt": line, "completion": line[:99]}) for line in lines]
+        (tmp_path / "in" / f"{number:02}").write_text("\n".join(lines))
+    return request.param
+
+
+def start(folder: Path, kind: str, n_before_kill: int) -> tuple[int, int, Path | None]:
+    """Tokenize. Return the exit code, the pieces that were tokenized, and where they are."""
+    command = [sys.executable, "-c", TOKENIZE, kind, str(n_before_kill)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        return done.returncode, n_before_kill, None
+    n_pieces, where = done.stdout.split()
+    return 0, int(n_pieces), Path(where)
+
+
+def contents(where: Path | None) -> dict[str, bytes]:
+    assert where is not None
+    return {path.name: path.read_bytes() for path in where.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "kind", ["text", pytest.param("jsonl", marks=pytest.mark.slow)], indirect=True
+)
+def test_killed_tokenizing_is_continued(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = os.environ["XDG_CACHE_HOME"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    _, n_pieces, whole = start(tmp_path, kind, ALL)
+    assert n_pieces > 10
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert start(tmp_path, kind, 4)[0] != 0
+    assert start(tmp_path, kind, 3)[0] != 0
+    code, n_left, where = start(tmp_path, kind, ALL)
+    assert code == 0
+    assert n_pieces - 7 <= n_left <= n_pieces - 6, "the last of a process may not be written"
+    assert contents(where) == contents(whole)
+    assert where is not None
+    assert [path.name for path in (cache_directory() / "tokens").iterdir()] == [where.name]
+
+
+@pytest.mark.parametrize("kind", ["text"], indirect=True)
+def test_killed_tokenizing_of_other_text_is_not_continued(kind: str, tmp_path: Path) -> None:
+    assert start(tmp_path, kind, 4)[0] != 0
+    with (tmp_path / "in" / "00").open("a") as file:
+        file.write("more")
+    _, n_pieces, _ = start(tmp_path, kind, ALL)
+    assert n_pieces > 10
