@@ -1,11 +1,14 @@
 """Command: convert text, JSONL, CSV, Parquet, Arrow and HDF5 files to token files.
 
     python -m lm.prepare INPUT... --tokenizer T --out DIR
+    python -m lm.prepare NAME --split SPLIT [--hf-config NAME] --tokenizer T --out DIR
     python -m lm.prepare --config FILE [KEY=VALUE...] --out DIR
     python -m lm.prepare --verify DIR
 
 With --config, the records of `train_data` are prepared as a run on `dataset: jsonl` reads them,
 chats and pairs, too; DIR is then its `train_data`. Else an input is a file, a directory or a glob.
+With --split, the input or `train_data` is a dataset of the Hugging Face Hub, which is read as a
+stream, or local files that `dataset: hf` reads.
 DIR receives train.bin, train.ends and train.json, of records train.mask, with --validation-fraction
 also validation.bin and so on, and the tokenizer's files. Documents are read and tokens are written
 in the order of the input; threads encode parts of 128 KB, which takes about 120 bytes of memory per
@@ -19,7 +22,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from lm.data.documents import FORMATS, bar_of_files, format_of
 from lm.data.files import find_files
 from lm.data.readers import cut_between_words
 from lm.data.records import write_records
+from lm.data.stream import open_documents
 from lm.data.text import TextFiles, write_text
 from lm.data.token_file import (
     OUTPUT_FILES,
@@ -63,25 +67,26 @@ class _Records:
     options: RecordOptions
 
 
-def read_records_of_run(config: Path, overrides: Sequence[str]) -> _Records:
+def read_records_of_run(args: argparse.Namespace) -> _Records:
     """Return what a run on `dataset: jsonl` tokenizes of its `train_data`."""
     from lm.config.reading import load_hyperparameters  # imports PyTorch
     from lm.hf.weights import model_defaults
 
     defaults = functools.partial(model_defaults, needs_weights=False)
-    hp = load_hyperparameters(config, overrides, defaults)
+    hp = load_hyperparameters(args.config, args.input, defaults)
     if hp.data.dataset != "jsonl":
         problem = f"{hp.data.dataset}: --config prepares records, with dataset: jsonl"
         raise ConfigError(f"dataset: {problem}; for text pass INPUT and --tokenizer")
     where = hp.data.train_data
     assert not isinstance(where, dict)  # as only token files have weights
-    return _Records(
-        run_data.find_record_files(where, "train_data"),
-        run_data.load_record_tokenizer(hp.data, hp.model.vocab_size),
-        run_data.record_options(
-            hp.data, pairs=hp.objective.of_pairs, holds_out=hp.data.val_data is None
-        ),
-    )
+    if where is not None and args.split is not None:
+        files = [Path(where)]
+    else:
+        files = run_data.find_record_files(where, "train_data")
+    holds_out = hp.data.val_data is None
+    options = run_data.record_options(hp.data, pairs=hp.objective.of_pairs, holds_out=holds_out)
+    options = replace(options, split=args.split, hf_config=args.hf_config)
+    return _Records(files, run_data.load_record_tokenizer(hp.data, hp.model.vocab_size), options)
 
 
 def write_dataset(
@@ -96,8 +101,10 @@ def write_dataset(
     index = args.out / f"{TRAIN}.json"
     _check_replaceable(args.out)
     with writing(args.out, remedy="nothing was written"):
-        modified = [path.stat().st_mtime_ns for path in files]
-        sources = [token_file.make_source_record(path) for path in files]
+        modified: dict[Path, int] = {}
+        if args.split is None:
+            modified = {path: path.stat().st_mtime_ns for path in files}
+        sources = _describe_sources(args, files)
         if index.exists() and not args.overwrite:
             return [_check_existing(args, index, sources, tokenizer, records)]
         notes: list[str] = []
@@ -113,10 +120,17 @@ def write_dataset(
             made_from |= describe_making(write_text.__module__, tokenizer, _text_options(args))
         with drafted(args.out, if_exists="replace", made_from=made_from) as draft:
             lines = _write_files(draft, args, files, sources, tokenizer, records)
-            for path, before in zip(files, modified, strict=True):
+            for path, before in modified.items():
                 if path.stat().st_mtime_ns != before:
                     raise RunError(f"{path}: changed while it was read; run the command again")
         return [*notes, *lines]
+
+
+def _describe_sources(args: argparse.Namespace, files: Sequence[Path]) -> list[SourceRecord]:
+    if args.split is None:
+        return [token_file.make_source_record(path) for path in files]
+    _, fingerprint = open_documents(str(files[0]), "INPUT", args.split, args.hf_config)
+    return [SourceRecord(name=fingerprint, bytes=None, crc32c=None)]
 
 
 def _check_replaceable(out: Path) -> None:
@@ -198,7 +212,9 @@ def _write_files(
 
 
 def _text_options(args: argparse.Namespace) -> TextOptions:
-    return TextOptions(args.format, args.text_field, args.validation_fraction)
+    return TextOptions(
+        args.format, args.text_field, args.validation_fraction, args.split, args.hf_config
+    )
 
 
 def _train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> FileTokenizer:
@@ -256,6 +272,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="F",
         help="documents to hold out, by content (0)",
     )
+    add("--split", metavar="NAME", help="the input is this split of a dataset of the Hub")
+    add("--hf-config", metavar="NAME", help="configuration of the dataset, e.g. en for C4")
     add("--format", choices=sorted(FORMATS), help="format of all inputs (default: by suffix)")
     add(
         "--workers",
@@ -283,7 +301,7 @@ def _check_arguments_with_config(parser: argparse.ArgumentParser, args: argparse
     problems: list[str] = []
     if not args.out:
         problems.append("--out: missing; pass the directory to write to")
-    allowed = {"input", "config", "out", "overwrite"}
+    allowed = {"input", "config", "out", "overwrite", "split", "hf_config"}
     for name, value in vars(args).items():
         if name not in allowed and value != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
@@ -307,6 +325,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
         problems.append(f"--train-tokenizer: {n_tokens} is less than {least}")
     if not 0 <= fraction < 1:
         problems.append(f"--validation-fraction: {fraction:g} is not at least 0 and below 1")
+    if args.split is not None and len(args.input) != 1:
+        problems.append("--split: pass one INPUT, the name of a dataset")
+    if args.split is None and args.hf_config is not None:
+        problems.append("--hf-config: requires --split, e.g. --split train")
     if args.workers < 1:
         problems.append(f"--workers: {args.workers} is less than 1")
     if problems:
@@ -318,6 +340,8 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
 
     A file that is found under several names is returned once.
     """
+    if args.split is not None:
+        return [Path(args.input[0])]
     targets: dict[Path, Path] = {}
     problems: list[str] = []
     for where in args.input:
@@ -369,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.verify:
         lines = token_file.verify_dataset(args.verify)
     elif args.config:
-        records = read_records_of_run(args.config, args.input)
+        records = read_records_of_run(args)
         lines = write_dataset(args, records.files, records)
     else:
         lines = write_dataset(args, find_inputs(args))

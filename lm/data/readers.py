@@ -20,6 +20,7 @@ from lm.data.encoder import Document
 from lm.data.json_lines import Record
 from lm.data.record_fields import get_text
 from lm.data.signatures import check_pointer
+from lm.data.stream import read_once
 from lm.data.token_writer import TokenChunk
 from lm.errors import ConfigError, error_text
 from lm.launch.requirements import requires
@@ -147,6 +148,14 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
         for text in _read_file(path, format_of(path, override), field):
             if any(text.blocks()):
                 yield text
+
+
+def read_dataset(where: str, split: str, name: str | None, field: str) -> Iterator[Text]:
+    """Yield the documents of a dataset of the Hub; see `open_documents`."""
+    for number, record in enumerate(read_once(where, "INPUT", split, name)):
+        text = _get_text(record, field, f"{where}: record {number}")
+        if text:
+            yield Text(Document("", len(text), where), partial(iter, (text,)))
 
 
 def _read_file(path: Path, name: str | None, field: str) -> Iterator[Text]:

@@ -20,16 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.documents import total_size
-from lm.data.json_lines import RawLine, Record, parse_line, read_json_lines, read_raw_lines
+from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.readers import is_held_out
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
+from lm.data.stream import read_once
 from lm.data.token_file import SourceRecord, TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
 from lm.data.tokenized import HELD_OUT, RecordOptions, describe_records
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix, raise_together
+from lm.launch.machine import usable_cores
 
 _PIECE_BYTES = 1 << 17
 """after which a piece ends; the tokenizer takes 200 bytes for each"""
@@ -48,8 +50,7 @@ def write_records(
         ConfigError: invalid lines (the first of each file), or none.
     """
     _check_first_lines(files, tokenizer, options)
-    fields = RecordFields(options.fields, options.pairs)
-    by_content = options.holds_out and _splits_by_content(files, fields)
+    by_content = options.holds_out and _splits_by_content(files, options)
     tokenize = _PieceTokenizer(tokenizer, options, by_content)
     return write_splits(
         directory,
@@ -95,8 +96,10 @@ def _tokenize_files(
         ConfigError: invalid lines, the first of each file.
     """
     errors: dict[Path, ConfigError] = {}
-    pieces = itertools.islice(_read_pieces(files, errors), n_skipped, None)
+    pieces = itertools.islice(_read_pieces(files, tokenizer.options, errors), n_skipped, None)
     n_workers = count_workers(total_size(files))
+    if tokenizer.options.split is not None:
+        n_workers = usable_cores()
     with closing(map_in_order(tokenizer.tokenize, pieces, n_workers)) as tokenized:
         for piece in tokenized:
             if piece.error is not None:
@@ -106,16 +109,27 @@ def _tokenize_files(
     raise_together(list(errors.values()))
 
 
-def _splits_by_content(files: Sequence[Path], fields: RecordFields) -> bool:
+def _read_lines(path: Path, options: RecordOptions) -> Iterator[RawLine]:
+    """Yield the lines of a file, or the records of a dataset of the Hub."""
+    if options.split is None:
+        yield from read_raw_lines(path)
+        return
+    records = read_once(str(path), "train_data", options.split, options.hf_config)
+    for number, record in enumerate(records):
+        yield RawLine(f"{path}: record {number}", record, len(str(record)))
+
+
+def _splits_by_content(files: Sequence[Path], options: RecordOptions) -> bool:
     """Return whether `_is_held_out` is true of some records, and false of others.
 
     Reads no more of them than it needs.
     """
+    fields = RecordFields(options.fields, options.pairs)
     found: set[bool] = set()
     with suppress(ConfigError, RecursionError):  # of a line that is read again, and named
         for path in files:
-            for record in read_json_lines(path):
-                found.add(_is_held_out(record, fields))
+            for line in _read_lines(path, options):
+                found.add(_is_held_out(parse_line(line, path), fields))
                 if len(found) == 2:
                     return True
     return False
@@ -136,7 +150,7 @@ def _check_first_lines(files: Sequence[Path], tokenizer: Tokenizer, options: Rec
     for path in files:
         piece = _Piece(path, first_line=0)
         try:
-            piece.lines += itertools.islice(read_raw_lines(path), 1)
+            piece.lines += itertools.islice(_read_lines(path, options), 1)
         except ConfigError as error:
             piece.error = error
         tokenized = tokenize(piece)
@@ -159,13 +173,15 @@ class _Piece:
     """of what follows in the file"""
 
 
-def _read_pieces(files: Sequence[Path], errors: Mapping[Path, ConfigError]) -> Iterator[_Piece]:
+def _read_pieces(
+    files: Sequence[Path], options: RecordOptions, errors: Mapping[Path, ConfigError]
+) -> Iterator[_Piece]:
     """Yield the lines of each file up to an error, which is added to `errors` meanwhile."""
     n_lines = 0
     for path in files:
         piece = _Piece(path, n_lines)
         try:
-            for line in read_raw_lines(path):
+            for line in _read_lines(path, options):
                 piece.lines.append(line)
                 piece.size += line.size
                 n_lines += 1

@@ -455,8 +455,8 @@ def find_record_files(where: str | None, key: str) -> list[Path]:
         raise ConfigError(f"{key}: dataset: jsonl requires it; {advice}")
     if _HUB_DATASET.fullmatch(where) and not Path(where).parent.is_dir():
         problem = f"{key}: {where} is no file, and dataset: jsonl does not read the Hub"
-        code = f"datasets.load_dataset({where!r}, split='train').to_json('chat.jsonl')"
-        raise ConfigError(f"{problem}; write its records to a file, in Python: {code}")
+        command = f"python -m lm.prepare --config FILE train_data={where} --split train --out DIR"
+        raise ConfigError(f"{problem}; write token files of it, {command}, and set {key}=DIR")
     found = files.find_files(where, key)
     saved = files.find_saved_dataset(found)
     if saved is not None:

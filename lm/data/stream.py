@@ -156,6 +156,15 @@ def first_tokens(
         raise ConfigError(f"{key}: cannot be read: {error_text(error)}") from None
 
 
+def read_once(where: str, key: str, split: str, name: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a dataset; see `open_documents`."""
+    documents, _ = open_documents(where, key, split, name)
+    try:
+        yield from documents
+    except Exception as error:  # each format and each file system raises its own
+        raise ConfigError(f"{key}: {where}: cannot be read: {error_text(error)}") from None
+
+
 def _document_text(record: Mapping[str, Any], text_source: str, number: int) -> str:
     try:
         return check_text(fill(text_source, record), text_source)

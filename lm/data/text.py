@@ -14,7 +14,14 @@ from typing import Any
 
 from lm.data.documents import format_of
 from lm.data.encoder import encode_in_threads, split_document
-from lm.data.readers import Text, hold_out, must_split, read_documents, read_ids
+from lm.data.readers import (
+    Text,
+    hold_out,
+    must_split,
+    read_dataset,
+    read_documents,
+    read_ids,
+)
 from lm.data.signatures import NotTextError
 from lm.data.token_file import SourceRecord, TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
@@ -47,6 +54,9 @@ class TextFiles:
 
     def _read_all(self, *paths: Path) -> Iterator[Text]:
         options = self._options
+        if options.split is not None:
+            where = str(self.files[0])
+            return read_dataset(where, options.split, options.hf_config, options.text_field)
         return read_documents(paths or self.files, options.format, options.text_field)
 
     def _check_starts(self) -> None:

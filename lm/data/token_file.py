@@ -43,11 +43,11 @@ _WRITE_AGAIN = "write it again with python -m lm.prepare"
 
 
 class SourceRecord(BaseModel, frozen=True, extra="forbid"):
-    """An input file of `python -m lm.prepare`."""
+    """An input of `python -m lm.prepare`: a file, or a dataset of the Hub by its name alone."""
 
     name: str
-    bytes: int = Field(ge=0)
-    crc32c: int = Field(ge=0, lt=2**32)
+    bytes: int | None = Field(ge=0)
+    crc32c: int | None = Field(ge=0, lt=2**32)
 
 
 class TokenIndex(BaseModel, frozen=True, extra="forbid"):

@@ -918,7 +918,7 @@ def test_prepare_verify_finds_every_flipped_bit(
     (out / "train.bin").write_bytes(bytes(12))
     (out / "train.ends").unlink()
     assert command.main(["--verify", str(out)]) == 1
-    starts = [f"{out}/train.bin: does not match its checksum", f"{out}/train.ends: is missing"]
+    starts = [f"{out}/train.bin: damaged: ", f"{out}/train.ends: No such file"]
     for line, start in zip(capsys.readouterr().err.splitlines(), starts, strict=True):
         assert line.startswith(start)
 
@@ -930,3 +930,23 @@ def test_a_file_as_the_directory_is_refused(tmp_path: Path) -> None:
     code, _, errors = run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)
     assert code == 2
     assert errors.startswith(f"--out: {out}: is not a directory; ")
+
+
+# ---- a dataset as a stream
+
+
+def test_dataset_is_read_as_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Local files, through the calls that open a dataset of the Hub."""
+    texts = [f"document {n}" for n in range(50)]
+    (tmp_path / "a.parquet").write_bytes(parquet_file({"text": texts}))
+    out = tmp_path / "out"
+    arguments = [str(tmp_path / "a.parquet"), "--tokenizer", "bytes", "--out", str(out)]
+    assert command.main([*arguments, "--split", "train"]) == 0
+    assert dataset(out) == as_bytes(*texts)
+    capsys.readouterr()
+    assert command.main([*arguments, "--split", "train"]) == 0
+    assert "already exists" in capsys.readouterr().out
+    assert command.main([*arguments, "--split", "test"]) == 2
+    assert "(different: split)" in capsys.readouterr().err
+    assert command.main([*arguments[1:], "--split", "train", "a", "b"]) == 2
+    assert capsys.readouterr().err.startswith("--split: pass one INPUT")

@@ -72,7 +72,7 @@ def assert_equal(ours: Data, theirs: Data) -> None:
 def test_prepared_chats_are_those_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", "run.yaml", "--out", "out"]
     assert prepare.main(arguments) == 0
-    assert "47 documents" in capsys.readouterr().out
+    assert "48 documents" in capsys.readouterr().out
     for packing in (True, False):
         ours = opened(train_data="out", packing=packing)
         assert_equal(ours, opened(packing=packing))
@@ -159,3 +159,12 @@ def test_what_config_does_not_prepare_is_refused(
 ) -> None:
     assert prepare.main(["--config", "run.yaml", "--out", "out", *arguments]) == 2
     assert capsys.readouterr().err.startswith(start)
+
+
+def test_records_of_a_dataset_are_those_of_its_files() -> None:
+    arguments = ["--config", "run.yaml"]
+    assert prepare.main([*arguments, "--out", "files"]) == 0
+    assert prepare.main([*arguments, "--split", "train", "--out", "stream"]) == 0
+    for name in ("train.bin", "train.ends", "train.mask", "validation.bin"):
+        assert Path("stream", name).read_bytes() == Path("files", name).read_bytes()
+    assert_equal(opened(train_data="stream"), opened())
