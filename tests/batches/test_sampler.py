@@ -47,6 +47,8 @@ def test_sampler_position_does_not_depend_on_earlier_reads() -> None:
     for start in (0, 1, MIXTURE_BLOCK - 1, MIXTURE_BLOCK, 2 * MIXTURE_BLOCK + 17):
         assert Sampler([11, 5, 300], [3, 1, 1], seed=5, shuffle=True)[start] == samples[start]
     assert samples != [other[i] for i in range(3 * MIXTURE_BLOCK)]
+    datasets = [dataset for dataset, _ in samples]
+    assert datasets[:MIXTURE_BLOCK] != datasets[MIXTURE_BLOCK : 2 * MIXTURE_BLOCK]
 
 
 def test_mixture_weight_too_small_for_a_block_is_refused() -> None:

@@ -161,6 +161,21 @@ def test_recomputation_repeats_dropout(others: dict[str, list[float]], plain: li
     assert others["dropout"] != pytest.approx(plain, rel=1e-3)
 
 
+def seeds_of_steps(world: World, directory: str) -> list[int]:
+    """PyTorch's seed after each step but the last."""
+    os.chdir(directory)
+    seeds: list[int] = []
+    settings = {"dropout": 0.2, "run_name": "seeds"}
+    train_in_world(world, PARITY_RUN | settings, lambda _: seeds.append(torch.initial_seed()))
+    return seeds[1:]
+
+
+@pytest.mark.slow
+def test_dropout_differs_by_rank_and_step(tmp_path: Path) -> None:
+    seeds = [seed for of_rank in run_ranks(2, seeds_of_steps, str(tmp_path)) for seed in of_rank]
+    assert len(set(seeds)) == len(seeds) == 2 * (PARITY_STEPS - 1)
+
+
 @torch.library.custom_op("tests::attention", mutates_args=())
 def attention(values: Tensor, dropout_p: float) -> Tensor:
     """An operator with dropout, as the fused kernels of a GPU are."""
