@@ -4,9 +4,9 @@
         [--nodes M]
 
 Takes the run's own step on fake tensors. Prints the memory of a GPU by part at the instant of the
-step that needs most, whether that fits, the largest batch size, and if it does not fit what other
-settings need. Host memory counts where it is known: from --host-memory, or on a machine with such a
-GPU. Compared with FSDP's memory on CPUs; compiled runs on GPUs need less.
+step that needs most, whether that fits, the largest batch size, and if it does not fit which
+settings and how many GPUs do. Host memory counts where it is known: from --host-memory, or on a
+machine with such a GPU. Compared with FSDP's memory on CPUs; compiled runs on GPUs need less.
 Ends with exit code 2 if it does not fit.
 """
 
@@ -21,24 +21,7 @@ from pathlib import Path
 from lm.config.reading import check_values
 from lm.errors import ConfigError, command
 from lm.fileio import home_path
-
-GPUS_PER_NODE = 8
-
-CARDS = {
-    "h100": 79.2,
-    "h200": 139.8,
-    "b200": 178.4,
-    "a100-80": 79.2,
-    "a100-40": 39.4,
-    "l40s": 44.4,
-    "a10g": 22.0,
-    "l4": 22.0,
-    "t4": 14.6,
-    "3090": 23.6,
-    "4090": 23.5,
-    "5090": 31.3,
-}
-"""memory in GiB, as PyTorch reports it, by a short name"""
+from lm.plan.gpus import CARDS, GPUS_PER_NODE
 
 
 def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -6,7 +6,10 @@ import argparse
 import json
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +25,14 @@ from lm.launch.machine import host_memory
 from lm.memory import USABLE, Ranks, count_micro_steps
 from lm.metrics.device import GIB
 from lm.plan import fit
+from lm.plan.gpus import GPUS_PER_NODE
 from lm.training import parallelize
 from lm.training.precision import choose_dtype
 from lm.units import format_bytes, format_count, format_parameters
+
+MAX_GPUS = 1024
+_GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, MAX_GPUS)
+"""that are tried"""
 
 
 def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
@@ -35,6 +43,13 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     if Path(hp.checkpoint.init_from).exists() or hp.own_model.model is None:
         return reading.load_hyperparameters(args.config, args.overrides, _read_start)
     return hp
+
+
+def _load_with(args: argparse.Namespace, settings: Mapping[str, str]) -> Hyperparameters:
+    """Return the hyperparameters with settings as the last arguments."""
+    overrides = [*args.overrides, *(f"{key}={value}" for key, value in settings.items())]
+    changed = argparse.Namespace(**vars(args) | {"overrides": overrides})
+    return round_up_batch(load_hyperparameters(changed), args.gpus)
 
 
 def _read_start(init_from: str) -> Mapping[str, Any]:
@@ -51,6 +66,29 @@ def _read_start(init_from: str) -> Mapping[str, Any]:
         "for a plan set model to the preset of its shape, or use a directory with its config.json"
     )
     raise ConfigError(*problems, f"init_from: {advice}")
+
+
+def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:
+    """Return the smallest number of GPUs, above that of `ranks`, on which a step fits.
+
+    Up to 8, and then as complete nodes, as far as `total_batch_size` has a sequence for each; None
+    = none of them is enough.
+    """
+    largest = MAX_GPUS
+    if hp.data.total_batch_size is not None:
+        largest = min(largest, hp.data.total_batch_size // hp.data.batch_size)
+    group = hp.parallel.shard_group_size or 1
+    counts = [n for n in _GPU_COUNTS if ranks.size < n <= largest and n % group == 0]
+
+    def fits(n_gpus: int) -> bool:
+        per_node = min(n_gpus, GPUS_PER_NODE)
+        more = replace(ranks, size=n_gpus, per_node=per_node)
+        return fit.measure(round_up_batch(hp, n_gpus), more).fits
+
+    index = bisect_left(counts, True, key=fits)
+    if index == len(counts):
+        return None
+    return counts[index]
 
 
 def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
@@ -149,7 +187,13 @@ def describe_plan(args: argparse.Namespace) -> Plan:
     if need.fits:
         lines.append(f"fits into {usable}; CUDA, NCCL and fragmentation take the rest")
     else:
-        lines += [f"does not fit into {usable}", *fit.list_remedies(hp, ranks)]
+        lines.append(f"does not fit into {usable}")
+        proposals = fit.propose(need, partial(_load_with, args))
+        lines += [proposal.describe() for proposal in proposals]
+        fewest = find_fewest_gpus(given, ranks)
+        if fewest is not None:
+            nodes = format_count(math.ceil(fewest / GPUS_PER_NODE), "node")
+            lines.append(f"without other settings, it fits on {fewest} GPUs in {nodes}")
     faster = fit.advise_batch_size(hp, need)
     if faster is not None:
         lines.append(faster)

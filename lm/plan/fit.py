@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from lm.config.hyperparameters import Hyperparameters
+from lm.errors import ConfigError
 from lm.memory import (
     USABLE,
     Ranks,
@@ -33,6 +35,16 @@ from lm.units import format_bytes
 
 LARGEST_BATCH_SIZE = 4096
 """at which the search for the largest one stops"""
+_OFFLOADED = {"cpu_offload": "true"}
+_SAVING: list[dict[str, str]] = [
+    {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": "full"},
+    {"sharding": "full-shard"},
+    {"sync_each_micro_step": "true"},
+    {"optim_dtype": "bfloat16", "beta2": "0.95"},
+    _OFFLOADED,
+]
+"""settings that can save memory"""
 
 
 @dataclass(frozen=True)
@@ -156,22 +168,57 @@ def advise_batch_size(hp: Hyperparameters, given: Need) -> str | None:
     return line
 
 
-def list_remedies(hp: Hyperparameters, ranks: Ranks) -> list[str]:
-    """Return lines on settings that need less, each alone, and what they need."""
-    n_micro_batches = (hp.data.total_batch_size or 0) // (hp.data.batch_size * ranks.size)
-    candidates: dict[str, dict[str, Any]] = {
-        "activation_checkpointing=full": {"activation_checkpointing": "full"},
-        "sharding=full-shard": {"sharding": "full-shard"},
-        "cpu_offload=true": {"cpu_offload": True},
-    }
-    if n_micro_batches > 1:
-        candidates["sync_each_micro_step=true"] = {"sync_each_micro_step": True}
-    lines: list[str] = []
-    for setting, changes in candidates.items():
-        changed = hp.replace(**changes)
-        if changed == hp:
+@dataclass(frozen=True)
+class Proposal:
+    """Other settings, and what a step needs with them."""
+
+    settings: dict[str, str]
+    """by key, as the command line spells them"""
+    hp: Hyperparameters
+    need: Need
+
+    def describe(self) -> str:
+        """Return a line, of settings that fit with the largest `batch_size`."""
+        typed = " ".join(f"{key}={value}" for key, value in self.settings.items())
+        result = "does not fit"
+        if self.need.fits:
+            result = f"fits; largest batch_size {find_largest_batch_size(self.hp, self.need):,}"
+        return f"with {typed}: peak {format_bytes(self.need.peak)}, {result}"
+
+
+def propose(
+    given: Need, load: Callable[[Mapping[str, str]], Hyperparameters]
+) -> Iterator[Proposal]:
+    """Yield settings that need less, each alone, and if none fits, together until they do.
+
+    Those that save most come first. Host memory, which is slow, is used last.
+
+    Args:
+        given: what a step needs.
+        load: returns the hyperparameters with other settings, or raises ConfigError.
+    """
+    alone: list[Proposal] = []
+    for settings in _SAVING:
+        with suppress(ConfigError):  # of settings that do not fit together with others
+            hp = load(settings)
+            proposal = Proposal(settings, hp, measure(hp, given.ranks))
+            if proposal.need.used < given.used:
+                alone.append(proposal)
+    yield from alone
+    if any(proposal.need.fits for proposal in alone if proposal.settings != _OFFLOADED):
+        return
+    alone.sort(key=lambda proposal: (proposal.settings == _OFFLOADED, proposal.need.used))
+    together: dict[str, str] = {}
+    for proposal in alone:
+        # Of two values of a key, that which saves more stays.
+        more = together | proposal.settings | together
+        if more == together:
             continue
-        need = measure(changed, ranks)
-        fits = "fits" if need.fits else "does not fit"
-        lines.append(f"with {setting}: peak {format_bytes(need.peak)}, {fits}")
-    return lines
+        with suppress(ConfigError):
+            hp = load(more)
+            together = more
+            need = measure(hp, given.ranks)
+            if len(together) > len(proposal.settings):
+                yield Proposal(together, hp, need)
+            if need.fits:
+                return

@@ -28,7 +28,7 @@ from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main, parse_plan_arguments
-from lm.plan.describe import load_hyperparameters, round_up_batch
+from lm.plan.describe import load_hyperparameters
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.transformers_model import build_network, measure_sizes, read_config, text_config
@@ -438,32 +438,43 @@ def test_plan_of_a_model_that_is_not_here_says_what_suffices(
     assert (hp.model.max_seq_len, hp.own_model.n_layers) == (1024, 24)
 
 
-def test_plan_that_does_not_fit_says_what_settings_need(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = [*SMALL, "batch_size=2", "total_batch_size=20", "--gpus", "4", "--memory", "0.1"]
-    peaks: list[tuple[Hyperparameters, str]] = []
+def plan_json(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    main([*arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
 
-    def measure(hp: Hyperparameters, ranks: Ranks) -> fit.Need:
-        need = need_of(hp, ranks)
-        peaks.append((hp, format_bytes(need.peak)))
-        return need
 
-    need_of = fit.measure
-    monkeypatch.setattr(fit, "measure", measure)
+@pytest.mark.slow
+def test_plan_that_does_not_fit_proposes_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "batch_size=2", "total_batch_size=20", "--gpus", "4", "--memory", "0.35"]
     assert main(arguments) == 2
     out = capsys.readouterr().out
     assert re.match("total_batch_size: 20 .* 2 x 4 GPUs.* 24\n", out)
     assert "does not fit into 90% of the memory of one GPU" in out
-    remedies = dict(re.findall(r"^with (\S+): peak ([\d.]+ [MG]iB), ", out, re.M))
-    assert set(remedies) == {
-        "activation_checkpointing=full",
-        "cpu_offload=true",
-        "sync_each_micro_step=true",
-    }
-    for setting, peak in remedies.items():
-        hp = load_hyperparameters(parse_plan_arguments([*arguments, setting]))
-        assert (round_up_batch(hp, 4), peak) in peaks
+    proposals = re.findall(r"^with (.+): peak ([\d.]+ [MG]iB), (.*)$", out, re.M)
+    settings, peak, result = proposals[-1]  # that fit, all before do not
+    assert {each for *_, each in proposals[:-1]} == {"does not fit"}
+    alone = [each for each, *_ in proposals if " " not in each]
+    assert set(alone) >= {"activation_checkpointing=full", "sync_each_micro_step=true"}
+    assert set(settings.split()) > {"sync_each_micro_step=true", "optim_dtype=bfloat16"}
+    assert "cpu_offload=true" not in settings  # slow, and not needed
+    typed = [*arguments, "total_batch_size=24", *settings.split()]
+    found = plan_json(*typed, capsys=capsys)
+    assert found["fits"]
+    assert format_bytes(found["peak"]) == peak
+    assert f"largest batch_size {found['largest_batch_size']:,}" in result
+
+
+@pytest.mark.slow
+def test_plan_that_does_not_fit_says_how_many_gpus_do(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "batch_size=1", "--memory", "0.4"]
+    assert main(arguments) == 2
+    match = re.search(r"it fits on (\d+) GPUs", capsys.readouterr().out)
+    assert match is not None
+    fewest = int(match[1])
+    for n_gpus in (fewest // 2, fewest):
+        found = plan_json(*arguments, "--gpus", str(n_gpus), capsys=capsys)
+        assert found["fits"] == (n_gpus == fewest)
 
 
 @pytest.mark.slow
