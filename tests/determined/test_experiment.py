@@ -1,4 +1,4 @@
-"""What an experiment's config asks of the platform: slots, keys of its loop, searches."""
+"""What an experiment asks of the platform and a trial does not do is refused or said."""
 
 from __future__ import annotations
 

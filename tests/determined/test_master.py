@@ -1,4 +1,4 @@
-"""Retries and background reports."""
+"""A master that is away for a while or never answers costs a run nothing but reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trials on masters of other versions, whose SDK the platform installs in every container."""
+"""A trial works with the SDK of older and newer masters.
+
+The platform installs it in every container.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searchers that cannot work with a trial."""
+"""A searcher that cannot work with a trial is refused before it trains."""
 
 from __future__ import annotations
 

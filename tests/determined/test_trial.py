@@ -1,4 +1,4 @@
-"""A trial whose storage, master or search fails, from its creation to its last checkpoint.
+"""A trial survives failures of its storage, master or search, or ends with their names.
 
 Only the master is a stand-in; the CLI, the container's entrypoint, the launcher and Core API are
 Determined's. What a real cluster can show as well is in test_live.py.

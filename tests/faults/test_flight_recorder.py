@@ -1,4 +1,4 @@
-"""What the flight recorder says of collectives on real ranks."""
+"""The flight recorder names the collective that ranks wait in, and no other."""
 
 from __future__ import annotations
 

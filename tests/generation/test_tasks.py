@@ -1,4 +1,4 @@
-"""Tasks: reading of questions, scoring of choices, and the command."""
+"""Tasks are scored as by transformers, alike on any ranks, and refused by file and line."""
 
 from __future__ import annotations
 

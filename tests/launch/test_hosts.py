@@ -1,4 +1,7 @@
-"""Runs on two hosts: Linux namespaces with separate addresses, loopback interfaces and mounts."""
+"""Runs on two hosts end together, resume exactly, and refuse directories that are not shared.
+
+Hosts are Linux namespaces with separate addresses, loopback interfaces and mounts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers' environment variables, and the launcher for one machine, which leaves no process."""
+"""Every launcher's ranks are found or refused by variable; ours leaves no process behind."""
 
 from __future__ import annotations
 

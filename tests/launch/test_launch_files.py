@@ -1,4 +1,4 @@
-"""The Makefile; launch/*.yaml and the schemas of Kubeflow and SkyPilot.
+"""Kubeflow and SkyPilot read the files of launch/ as meant; make installs where it may.
 
 test_hosts.py starts what these say.
 """

@@ -1,4 +1,7 @@
-"""launch/pbs.sh with real mpiexec; scripts replace qsub and qstat, because PBS has no package."""
+"""launch/pbs.sh saves before its limit, and submits what can resume, with real mpiexec.
+
+Scripts replace qsub and qstat, because PBS has no package.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""launch/slurm.sbatch under Slurm: a controller and two nodes, 127.0.0.2 and 127.0.0.3.
+"""launch/slurm.sbatch saves before its limit, and requeues what can resume, under real Slurm.
+
+A controller and two nodes run here, 127.0.0.2 and 127.0.0.3.
 
 Slurm takes eight links to /dev/null for the GPUs of each node.
 """

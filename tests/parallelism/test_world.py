@@ -1,4 +1,4 @@
-"""Rendezvous, devices, the mesh, and collectives of Python objects."""
+"""Ranks meet or say in one line why not, agree on results and errors, and name who is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches on this machine: their points, what a kill changes, and what is refused."""
+"""A search ends with the same points whatever kills it, and refuses what it cannot compare."""
 
 from __future__ import annotations
 

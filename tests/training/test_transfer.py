@@ -1,4 +1,4 @@
-"""Rates and initial weights of one size, carried over to another without a change of the model."""
+"""Rates and initial weights of one size carry over to another without a change of the model."""
 
 from __future__ import annotations
 
