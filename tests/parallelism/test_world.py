@@ -58,8 +58,7 @@ def test_join_names_a_host_that_does_not_resolve(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "nodes"), [(0, 1), (1, 2)])
 def test_join_timeout_names_rank_and_address(rank: int, nodes: int) -> None:
     port = reserve_port()
     expected = rf"^rank {rank} of 2, .*127.0.0.1:{port}: timed out after 1 s \(collective_timeout\)"
@@ -70,8 +69,7 @@ def test_join_timeout_names_rank_and_address(rank: int, nodes: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize(("address", "nodes"), [("127.0.0.1", 1), ("0.0.0.0", 2)])
 def test_join_names_a_port_in_use(address: str, nodes: int) -> None:
     with socket.create_server((address, 0)) as other:
         port = other.getsockname()[1]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.common import STEP, compute_shares, summarize_clocks
+from benchmarks.common import STEP, compute_shares
 from benchmarks.gpu_pairs import (
     EIGHT_B_SLICE,
     ONE_B,
@@ -97,12 +97,6 @@ def test_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
         "idle": 0.2,
     }
     assert compute_shares(events, 1.0) == pytest.approx(expected)
-
-
-def test_clocks_are_those_of_all_complete_samples() -> None:
-    samples = ["1710, 690.5, 60, 0x0000000000000004", "1980, 120.0, 41, 0x0000000000000001", "17"]
-    assert summarize_clocks(samples) == "1845 (1710 to 1980) MHz, 405 (120 to 690) W, 0x5"
-    assert summarize_clocks([]) == ""
 
 
 @pytest.mark.slow
@@ -284,14 +278,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 
 @pytest.mark.slow
-def test_gpu_benchmark_runs_without_other_packages(measured: Measured) -> None:
-    names = ("tqdm", "tensorboard", "yaml", "tokenizers", "safetensors")
-    check = f"from importlib.util import find_spec; sys.exit(any(map(find_spec, {names})))"
-    command = [sys.executable, "-c", f"import sys; {check}"]
-    subprocess.run(command, env=measured.benchmark.env, check=True)
-
-
-@pytest.mark.slow
 def test_gpu_benchmark_survives_a_crash_of_one_point(measured: Measured) -> None:
     failed = [row["point"] for row in measured.rows.values() if "error" in row]
     assert failed == ["1B tensorwise"], measured.rows
@@ -333,13 +319,6 @@ def test_gpu_benchmark_measures_the_loop_and_the_limits(measured: Measured) -> N
 
 
 @pytest.mark.slow
-def test_gpu_benchmark_table_prints_the_results_again(measured: Measured) -> None:
-    before = measured.benchmark.out.read_bytes()
-    assert measured.benchmark.start("--table").communicate()[0] in measured.printed
-    assert measured.benchmark.out.read_bytes() == before
-
-
-@pytest.mark.slow
 def test_gpu_benchmark_pairs_are_compared_with_predictions(measured: Measured) -> None:
     pairs = list_pairs(ONE_B, EIGHT_B_SLICE)
     process = measured.benchmark.start("--tiny", "--pairs")
@@ -371,10 +350,3 @@ def test_prediction_is_refuted_above_its_limits(b: dict[str, Any], expected: str
     pair = Pair({"A": {}, "B": {}}, {"B/A": 0.8}, {"B/A": 0.9, "B retries": 0})
     found = find_numbers(pair, {"A": {"step": 2.0}, "B": b})
     assert verdict(found, pair.refuted_above) == expected
-
-
-@pytest.mark.slow
-def test_gpu_benchmark_limit_stops_it(measured: Measured) -> None:
-    process = measured.benchmark.start("--tiny", "--limit", "1", "--pairs")
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert "stopped after 1 s" in errors

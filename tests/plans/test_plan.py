@@ -86,41 +86,37 @@ GPT2 = {
     "max_seq_len": 256,
 }
 DEFAULT = {"d_model": 512, "n_layers": 3, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
-QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head", "tie_embeddings": True}
 OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
 LORA = LLAMA | {"lora_rank": 8, "init_from": "base"}
 NF4 = LORA | {"base_dtype": "nf4"}
 ACCUMULATED = {"total_batch_size": 24, "n_layers": 2}
 """three micro-batches"""
 
-STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (LLAMA, {"sharding": "full-shard", "activation_checkpointing": "full"}),
+ONE_OF_EACH_KIND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"sharding": "grad-shard", "activation_checkpointing": "selective"}),
+    (DEFAULT, {"sharding": "hybrid-full-shard"} | ACCUMULATED),
+    (GPT2, {"sharding": "grad-shard", "layer_wrap": False}),
+    (LLAMA, {"sharding": "full-shard", "layer_wrap": False, "cpu_offload": True}),
+    (NF4, {"sharding": "grad-shard"}),
+    (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),
+    (MIXTURE, {"sharding": "grad-shard", "activation_checkpointing": "full", "amp_dtype": None}),
+]
+"""of recomputation, mesh with accumulation, wrapping, offload, base and optimizer, and of
+experts"""
+STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *ONE_OF_EACH_KIND,
+    (LLAMA, {"sharding": "full-shard", "activation_checkpointing": "full"}),
     (LLAMA, {"sharding": "no-shard"}),
     (LLAMA, {"sharding": "full-shard", "amp_dtype": None} | ACCUMULATED),
     (LLAMA, {"sharding": "grad-shard", "sync_each_micro_step": True} | ACCUMULATED),
-    (DEFAULT, {"sharding": "hybrid-full-shard"} | ACCUMULATED),
     (
         DEFAULT,
         {"sharding": "hybrid-grad-shard", "activation_checkpointing": "full", "batch_size": 5},
     ),
-    (GPT2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
-    (GPT2, {"sharding": "grad-shard", "layer_wrap": False}),
-    (LLAMA, {"sharding": "full-shard", "layer_wrap": False, "cpu_offload": True}),
-    (QWEN3, {"sharding": "grad-shard"}),
     (OLMO2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
     (LORA, {"sharding": "grad-shard", "activation_checkpointing": "full"} | ACCUMULATED),
-    (LORA, {"sharding": "full-shard"}),
     (NF4, {"sharding": "full-shard", "activation_checkpointing": "full"} | ACCUMULATED),
-    (NF4, {"sharding": "grad-shard"}),
-    (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),
-    (LLAMA, {"sharding": "no-shard", "optimizer": "muon"}),
-    (MIXTURE, {"sharding": "full-shard"}),
-    (MIXTURE, {"sharding": "grad-shard", "activation_checkpointing": "full", "amp_dtype": None}),
 ]
-ONE_OF_EACH_KIND = [STEPS[i] for i in (1, 5, 8, 9, 15, 16, -1)]
-"""of recomputation, mesh with accumulation, wrapping, offload, base and optimizer, and of
-experts"""
 NF4_OF_A_CLASS = {"lora_rank": 4, "init_from": "base", "base_dtype": "nf4"}
 CLASSES: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"sharding": "full-shard", "amp_dtype": None}),
