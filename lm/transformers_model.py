@@ -34,11 +34,10 @@ from lm import transformers_attention, transformers_private
 from lm.attention import find_document_starts
 from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
-from lm.model_config import MAX_LAYERS, MAX_SIZE, LinearLayers
+from lm.model_config import MAX_LAYERS, MAX_SIZE
 from lm.transformers_config import (
     AnyModelConfig,
     Attention,
-    ExpertMatrices,
     TransformersConfig,
     set_random_rates,
 )
@@ -609,113 +608,3 @@ def _find_ties(network: nn.Module) -> list[tuple[_Owner, _Owner]]:
             else:
                 first[parameter] = owner
     return ties
-
-
-class Sizes(NamedTuple):
-    """The sizes of a model that `TransformersConfig` holds."""
-
-    n_parameters: int
-    linear_layers: list[LinearLayers]
-    experts: list[ExpertMatrices]
-
-
-def measure_sizes(network: PreTrainedModel) -> Sizes:
-    """Return the sizes of a network."""
-    counts = Counter(
-        (name.rpartition(".")[2], *shape) for name, shape in find_linear_layers(network).items()
-    )
-    layers = [
-        LinearLayers(kind=kind, out=out, inner=inner, count=count)
-        for (kind, out, inner), count in counts.items()
-    ]
-    return Sizes(sum(p.numel() for p in network.parameters()), layers, _count_experts(network))
-
-
-def _count_experts(network: PreTrainedModel) -> list[ExpertMatrices]:
-    counts: Counter[tuple[str, ExpertMatrix]] = Counter()
-    for block in find_blocks(network):
-        for path, module in block.named_modules():
-            for matrix in find_expert_matrices(module):
-                counts[f"{path.rpartition('.')[2]}.{matrix.name}", matrix] += 1
-    return [
-        ExpertMatrices(
-            kind=kind, out=matrix.out, inner=matrix.inner, n_experts=matrix.n_experts, count=count
-        )
-        for (kind, matrix), count in counts.items()
-    ]
-
-
-def find_linear_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return `(out, in)` of the linear layers of the blocks of a network, by name.
-
-    Without those whose weight the class multiplies by itself: it would ignore an adapter.
-    """
-    names = {module: name for name, module in network.named_modules()}
-    shapes: dict[str, tuple[int, int]] = {}
-    for block in find_blocks(network):
-        for parent in block.modules():
-            for name, layer in parent.named_children():
-                if isinstance(layer, nn.Linear) and not reads_weight(type(parent), name):
-                    shapes[names[layer]] = (layer.out_features, layer.in_features)
-    return shapes
-
-
-class ExpertMatrix(NamedTuple):
-    """A tensor with a matrix of each expert."""
-
-    name: str
-    """in its module"""
-    n_experts: int
-    out: int
-    inner: int
-
-
-def find_expert_matrices(module: nn.Module) -> list[ExpertMatrix]:
-    """Return the tensors in `module` with a matrix of each expert, in order.
-
-    Of a module that transformers does not call through its interface of experts, these are none.
-    """
-    if not all(hasattr(module, name) for name in _OF_INTERFACE):
-        return []
-    parameters = dict(module.named_parameters(recurse=False))
-    found: list[ExpertMatrix] = []
-    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
-        if name not in parameters or parameters[name].dim() != 3:
-            return []
-        n_experts, out, inner = parameters[name].shape
-        if module.is_transposed:
-            out, inner = inner, out
-        found.append(ExpertMatrix(name, n_experts, out, inner))
-    return found
-
-
-_OF_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "config")
-"""attributes that `use_experts_implementation` of transformers gives a module"""
-
-
-@functools.cache
-def _source_of(module_name: str) -> str:
-    try:
-        return inspect.getsource(sys.modules[module_name])
-    except OSError:  # not in a file
-        return ""
-
-
-@functools.cache
-def reads_weight(kind: type[nn.Module], name: str, *, or_dtype: bool = False) -> bool:
-    """Return whether code of the class `kind` reads the weight of its layer `name`.
-
-    Then it may not call the layer, maybe on another device or with another kernel only.
-
-    Args:
-        or_dtype: also if it reads nothing but the weight's dtype or device.
-    """
-    unless = r"(?!\.(?:dtype|device)\b)"
-    if or_dtype:
-        unless = ""
-    pattern = re.compile(rf"\bself\.{re.escape(name)}\.weight\b{unless}")
-    for base in kind.__mro__:
-        is_foreign = base.__module__.partition(".")[0] not in ("torch", "builtins")
-        if is_foreign and pattern.search(_source_of(base.__module__)):
-            return True
-    return False

@@ -63,7 +63,7 @@ from lm.program import describe_packages, describe_program
 from lm.storage.cache import cached, remembered
 from lm.training import four_bits, lora, parallelize
 from lm.training.lora import LoraConfig
-from lm.training.roles import is_selector
+from lm.training.roles import is_selector, measure_sizes
 from lm.transformers_config import (
     Attention,
     Examined,
@@ -76,7 +76,6 @@ from lm.transformers_model import (
     build_network,
     convert_weights,
     language_model_of,
-    measure_sizes,
     one_line,
     parameters_on_meta,
     quiet,

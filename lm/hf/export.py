@@ -57,12 +57,12 @@ from lm.shards import Rows
 from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
+from lm.training.roles import find_expert_matrices, find_linear_layers
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     NETWORK,
     build_network,
-    find_expert_matrices,
-    find_linear_layers,
+    find_blocks,
     read_config,
     without_numbers,
 )
@@ -444,10 +444,11 @@ def _find_layout_in_class(config: TransformersConfig, base: str) -> _Layout:
     saved_names = {name: saved_name for saved_name, name in find_names(saved, network).items()}
     places: dict[str, Place] = {}
     n_out: dict[str, int] = {}
-    for name, (n_rows, _) in find_linear_layers(network).items():
-        layer = saved_names[f"{name}.weight"].removesuffix(".weight")
-        places[f"{NETWORK}.{name}"] = Place(layer, start=0, transposed=False)
-        n_out[layer] = n_rows
+    for layer in find_linear_layers(network, find_blocks(network)):
+        if layer.is_called:
+            saved_name = saved_names[f"{layer.name}.weight"].removesuffix(".weight")
+            places[f"{NETWORK}.{layer.name}"] = Place(saved_name, start=0, transposed=False)
+            n_out[saved_name] = layer.module.out_features
     experts: dict[str, str] = {}
     for path, module in network.named_modules():
         names = {matrix.name for matrix in find_expert_matrices(module)}

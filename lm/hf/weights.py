@@ -59,13 +59,13 @@ from lm.model_config import MAX_SIZE
 from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import four_bits, lora
+from lm.training.roles import measure_sizes
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     AnyModel,
     TransformersModel,
     build_network,
     convert_weights,
-    measure_sizes,
     new_model,
     one_line_errors,
     text_config,

@@ -22,7 +22,7 @@ from lm.grouped_mm import Routes, grouped_mm, sort_by_expert
 from lm.training import four_bits
 from lm.training.config import LoraConfig
 from lm.training.four_bits import FORMATS, MXFP4
-from lm.transformers_model import find_expert_matrices
+from lm.training.roles import find_expert_matrices
 from lm.transformers_private import apply_gate
 
 

@@ -208,11 +208,6 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return cast(Tensor, _Product.apply(x, packed, bias))
 
 
-def is_supported(layer: nn.Linear) -> bool:
-    """Return whether a linear layer, and none of a class of others, can be quantized."""
-    return type(layer) is nn.Linear and NF4.has_complete_blocks(layer.weight)
-
-
 class NF4Linear(nn.Module):
     """A frozen linear layer of the shape of `layer`, whose weight is bytes of no values yet."""
 

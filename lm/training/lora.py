@@ -23,16 +23,20 @@ from torch import Tensor, nn
 from lm.training import four_bits
 from lm.training.config import LoraConfig
 from lm.training.experts import convert_experts
-from lm.training.four_bits import FORMATS, NF4Linear
-from lm.training.roles import find_decayed
+from lm.training.four_bits import FORMATS, NF4, NF4Linear
+from lm.training.roles import (
+    describe_rest,
+    find_decayed,
+    find_expert_matrices,
+    find_linear_layers,
+    find_roundable,
+)
 from lm.transformers_config import AnyModelConfig
 from lm.transformers_model import (
     AnyModel,
     TransformersModel,
-    find_expert_matrices,
     kept_in_float32,
     new_model,
-    reads_weight,
     without_numbers,
 )
 from lm.units import format_parameters
@@ -73,26 +77,26 @@ def add_adapters(
     if config.lora_rank is None:
         return model
     kept = kept_in_float32(model, dtype)
-    ever_kept = kept_in_float32(model, torch.float16)
-    """in any dtype, so that the base is the same in all"""
     for parameter in model.requires_grad_(False).parameters():
         if parameter not in kept:
             parameter.data = parameter.data.to(dtype or torch.float32)
-    has_experts = isinstance(model, TransformersModel) and model.config.examined.experts
-    for parent in [module for block in model.blocks for module in block.modules()]:
-        for name, layer in list(parent.named_children()):
-            if has_experts:
-                convert_experts(layer, name, config, ever_kept)
-            if not isinstance(layer, nn.Linear):
-                continue
-            frozen: nn.Linear | NF4Linear = layer
-            is_free = layer.weight not in ever_kept
-            is_free = is_free and not reads_weight(type(parent), name, or_dtype=True)
-            if config.base_dtype == "nf4" and is_free and four_bits.is_supported(layer):
-                frozen = NF4Linear(layer)
-            is_target = config.adapts(name, layer.out_features, layer.in_features)
-            is_target = is_target and not reads_weight(type(parent), name)  # it would be ignored
-            parent.register_module(name, LoraLinear(frozen, config) if is_target else frozen)
+    roundable: set[nn.Linear] = set()
+    if config.base_dtype == "nf4":
+        roundable = {layer.module for layer in find_roundable(model)}
+    layers = find_linear_layers(model, model.blocks)
+    if isinstance(model, TransformersModel) and model.config.examined.experts:
+        ever_kept = kept_in_float32(model, torch.float16)  # in any dtype, as of `find_roundable`
+        for block in model.blocks:
+            for path, module in list(block.named_modules()):
+                convert_experts(module, path.rpartition(".")[2], config, ever_kept)
+    for layer in layers:
+        frozen: nn.Linear | NF4Linear = layer.module
+        if layer.module in roundable and NF4.has_complete_blocks(layer.weight):
+            frozen = NF4Linear(layer.module)
+        is_target = config.adapts(layer.kind, frozen.out_features, frozen.in_features)
+        is_target = is_target and layer.is_called
+        adapted = LoraLinear(frozen, config) if is_target else frozen
+        layer.parent.register_module(layer.kind, adapted)
     return model
 
 
@@ -152,22 +156,11 @@ def _describe_dense(config: LoraConfig, model: AnyModel) -> str | None:
     """Return a line on what of the blocks `base_dtype` does not hold; None = next to nothing."""
     if config.base_dtype is None:
         return None
-    n_quantized = 0
-    dense: Counter[str] = Counter()
-    for block in model.blocks:
-        for name, parameter in block.named_parameters():
-            if parameter.dtype == torch.uint8:
-                n_quantized += _n_weights(config, parameter)
-            elif not parameter.requires_grad:
-                dense[without_numbers(name)] += parameter.numel()
-    total = n_quantized + dense.total()
-    kinds = [
-        f"{kind} ({format_parameters(n)})" for kind, n in dense.most_common() if n > total / 100
-    ]
-    if not kinds:
-        return None
-    share = f"{n_quantized / total:.0%} of the weights of the blocks"
-    return f"base_dtype: {config.base_dtype} holds {share}; as they are stay {', '.join(kinds)}"
+
+    def count_held(parameter: Tensor) -> int:
+        return _n_weights(config, parameter) if parameter.dtype == torch.uint8 else 0
+
+    return describe_rest(f"base_dtype: {config.base_dtype} holds", model, count_held)
 
 
 def adapter_init_rule(name: str, parameter: Tensor) -> InitRule | None:

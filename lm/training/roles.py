@@ -1,17 +1,31 @@
-"""What a parameter is to the layer that has it: by its modules, and by names that classes share.
+"""What a layer or a parameter of a model is: by its modules, and by names that classes share.
 
-Muon, weight decay, the lines about adapters and the examination of a class ask here.
+Muon, weight decay, adapters, NF4, float8, the sizes of a model and the examination of a class ask
+here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+import functools
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+import torch
 from torch import nn
 
-from lm.transformers_model import AnyModel
+from lm.model_config import LinearLayers
+from lm.transformers_config import ExpertMatrices
+from lm.transformers_model import AnyModel, find_blocks, kept_in_float32, without_numbers
+from lm.units import format_parameters
 from model import ExpertLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ROUTERS = frozenset({"gate", "router"})
 """modules"""
@@ -32,14 +46,203 @@ def is_selector(name: str) -> bool:
     return is_bias_of_experts or "indexer" in parts or is_router(name)
 
 
+# ---- linear layers
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer in a block."""
+
+    name: str
+    kind: str
+    """its name in `parent`"""
+    parent: nn.Module
+    module: nn.Linear
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Of shape `(out, in)`."""
+        return cast(nn.Parameter, self.module.weight)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether its class calls it: if it reads the weight, it would ignore an adapter."""
+        return not reads_weight(type(self.parent), self.kind)
+
+
+def find_linear_layers(root: nn.Module, blocks: Iterable[nn.Module]) -> list[LinearLayer]:
+    """Return the linear layers in the blocks of `root`, with their names in it."""
+    names = {module: name for name, module in root.named_modules()}
+    seen: set[nn.Module] = set()  # some blocks share modules
+    layers: list[LinearLayer] = []
+    for block in blocks:
+        for _, parent in block.named_modules(seen):
+            for kind, module in parent.named_children():
+                if isinstance(module, nn.Linear):
+                    layers.append(LinearLayer(names[module], kind, parent, module))
+    return layers
+
+
+def find_roundable(model: AnyModel) -> list[LinearLayer]:
+    """Return the linear layers in blocks whose weights can be rounded to less than the dtype.
+
+    They choose no experts, have their weights for themselves, and their class calls them as they
+    are: in no dtype it keeps these weights in float32, and it does not look at them.
+    """
+    kept = kept_in_float32(model, torch.float16)  # as in any other, so that all round the same
+    n_owners = Counter(parameter for _, _, parameter in _owners(model))
+    roundable: list[LinearLayer] = []
+    for layer in find_linear_layers(model, model.blocks):
+        is_own = layer.weight not in kept and n_owners[layer.weight] == 1
+        is_read = reads_weight(type(layer.parent), layer.kind, or_dtype=True)
+        is_plain = type(layer.module) is nn.Linear  # and of no class that computes otherwise
+        if is_own and is_plain and not is_read and not is_router(layer.name):
+            roundable.append(layer)
+    return roundable
+
+
+def describe_rest(
+    what: str, model: AnyModel, count_changed: Callable[[nn.Parameter], int]
+) -> str | None:
+    """Return a line on which weights of the blocks stay as they are; None = hardly any.
+
+    Args:
+        what: changes the others, with a verb, e.g. "base_dtype: nf4 holds".
+        count_changed: how many weights of a parameter are these: all or none.
+    """
+    n_changed = 0
+    rest: Counter[str] = Counter()
+    for block in model.blocks:
+        for name, parameter in block.named_parameters():
+            n_its_changed = count_changed(parameter)
+            n_changed += n_its_changed
+            if n_its_changed == 0 and ".lora_" not in name:  # adapters are no weights of a base
+                rest[without_numbers(name)] += parameter.numel()
+    total = n_changed + rest.total()
+    kinds = [
+        f"{kind} ({format_parameters(n)})" for kind, n in rest.most_common() if n > total / 100
+    ]
+    if not kinds:
+        return None
+    share = f"{n_changed / total:.0%} of the weights of the blocks"
+    return f"{what} {share}; as they are stay {', '.join(kinds)}"
+
+
+@functools.cache
+def _source_of(module_name: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module_name])
+    except OSError:  # not in a file
+        return ""
+
+
+@functools.cache
+def reads_weight(kind: type[nn.Module], name: str, *, or_dtype: bool = False) -> bool:
+    """Return whether code of the class `kind` reads the weight of its layer `name`.
+
+    Then it may not call the layer, maybe on another device or with another kernel only.
+
+    Args:
+        or_dtype: also if it reads nothing but the weight's dtype or device.
+    """
+    unless = r"(?!\.(?:dtype|device)\b)"
+    if or_dtype:
+        unless = ""
+    pattern = re.compile(rf"\bself\.{re.escape(name)}\.weight\b{unless}")
+    for base in kind.__mro__:
+        is_foreign = base.__module__.partition(".")[0] not in ("torch", "builtins")
+        if is_foreign and pattern.search(_source_of(base.__module__)):
+            return True
+    return False
+
+
+# ---- experts
+
+
+class ExpertMatrix(NamedTuple):
+    """A tensor with a matrix of each expert."""
+
+    name: str
+    """in its module"""
+    n_experts: int
+    out: int
+    inner: int
+
+
+def find_expert_matrices(module: nn.Module) -> list[ExpertMatrix]:
+    """Return the tensors in `module` with a matrix of each expert, in order.
+
+    Of a module that transformers does not call through its interface of experts, these are none.
+    """
+    if not all(hasattr(module, name) for name in _OF_INTERFACE):
+        return []
+    parameters = dict(module.named_parameters(recurse=False))
+    found: list[ExpertMatrix] = []
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        if name not in parameters or parameters[name].dim() != 3:
+            return []
+        n_experts, out, inner = parameters[name].shape
+        if module.is_transposed:
+            out, inner = inner, out
+        found.append(ExpertMatrix(name, n_experts, out, inner))
+    return found
+
+
+_OF_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "config")
+"""attributes that `use_experts_implementation` of transformers gives a module"""
+
+
+# ---- sizes
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model that `TransformersConfig` holds."""
+
+    n_parameters: int
+    linear_layers: list[LinearLayers]
+    experts: list[ExpertMatrices]
+
+
+def measure_sizes(network: PreTrainedModel) -> Sizes:
+    """Return the sizes of a network."""
+    counts = Counter(
+        (layer.kind, layer.module.out_features, layer.module.in_features)
+        for layer in find_linear_layers(network, find_blocks(network))
+        if layer.is_called
+    )
+    layers = [
+        LinearLayers(kind=kind, out=out, inner=inner, count=count)
+        for (kind, out, inner), count in counts.items()
+    ]
+    return Sizes(sum(p.numel() for p in network.parameters()), layers, _count_experts(network))
+
+
+def _count_experts(network: PreTrainedModel) -> list[ExpertMatrices]:
+    counts: Counter[tuple[str, ExpertMatrix]] = Counter()
+    for block in find_blocks(network):
+        for path, module in block.named_modules():
+            for matrix in find_expert_matrices(module):
+                counts[f"{path.rpartition('.')[2]}.{matrix.name}", matrix] += 1
+    return [
+        ExpertMatrices(
+            kind=kind, out=matrix.out, inner=matrix.inner, n_experts=matrix.n_experts, count=count
+        )
+        for (kind, matrix), count in counts.items()
+    ]
+
+
+# ---- what the optimizer does with a parameter
+
+
 def find_matrices(model: AnyModel) -> set[nn.Parameter]:
     """Return the weights of the linear layers in blocks, but of routers, which Muon updates."""
-    in_blocks = {module for block in model.blocks for module in block.modules()}
     matrices: set[nn.Parameter] = set()
-    for name, module in model.named_modules():
-        is_layer = module in in_blocks and isinstance(module, nn.Linear | ExpertLinear)
-        if is_layer and not is_router(name):
-            matrices.add(cast(nn.Parameter, module.weight))
+    for layer in find_linear_layers(model, model.blocks):
+        if not is_router(layer.name):
+            matrices.add(layer.weight)
+    for module in model.modules():
+        if isinstance(module, ExpertLinear):
+            matrices.add(module.weight)
     return matrices
 
 
@@ -56,9 +259,9 @@ def find_decayed(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield each parameter with its module and its name in it."""
+    """Yield each parameter with its module and its name in it, of each module that has it."""
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield name, module, parameter
 
 

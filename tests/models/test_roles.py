@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.training.optim import OptimConfig, Optimizer
-from lm.training.roles import find_matrices
+from lm.training.roles import find_linear_layers, find_matrices, find_roundable
 from lm.transformers_model import TransformersModel, without_numbers
 from tests.support.hf import complete_values
 from tests.support.hyperparameters import OF_TRANSFORMERS
@@ -50,6 +50,39 @@ def test_muon_leaves_routers_to_adamw(
     assert names_of(model, layers - found) >= {f"{name}.weight" for name in routers}
     assert not [name for name in names_of(model, found) if "router" in name]
     assert all(p.ndim == 2 for p in found)  # not the experts, which are one tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "left", "of_the_class"),
+    [
+        ("phimoe", {"mlp.router"}, set()),
+        ("afmoe", {"mlp.router.gate"}, set()),
+        ("axk2", {"self_attn.indexer.weights_proj"}, set()),  # in float32 in any dtype
+        ("bloom", {"self_attention.dense"}, {"self_attention.dense"}),
+        ("falcon", {"mlp.dense_h_to_4h"}, set()),  # which computes otherwise
+        ("gptj", {"attn.q_proj"}, set()),  # whose dtype the class reads
+    ],
+)
+def test_weights_that_a_class_needs_as_they_are_are_not_rounded(
+    kind: str, left: set[str], of_the_class: set[str]
+) -> None:
+    model = make_model(kind, {})
+    layers = find_linear_layers(model, model.blocks)
+    weights = {layer.weight for layer in layers}
+    rounded = {layer.weight for layer in find_roundable(model)}
+    ignored = {layer.weight for layer in layers if not layer.is_called}
+    assert names_of(model, weights - rounded) >= {f"{name}.weight" for name in left}
+    assert names_of(model, ignored) >= {f"{name}.weight" for name in of_the_class}
+
+
+def test_weights_that_layers_share_are_not_rounded() -> None:
+    model = make_model("llama", {})
+    first, second = model.blocks[:2]
+    first.mlp.up_proj.weight = second.mlp.up_proj.weight  # type: ignore[union-attr]
+    names = {layer.name for layer in find_roundable(model)}
+    assert [f"network.model.layers.{i}.mlp.up_proj" in names for i in range(3)] == [False] * 2 + [
+        True
+    ]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from lm.plan.__main__ import main, parse_plan_arguments
 from lm.plan.describe import load_hyperparameters
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
-from lm.transformers_model import build_network, measure_sizes, read_config, text_config
+from lm.training.roles import measure_sizes
+from lm.transformers_model import build_network, read_config, text_config
 from lm.units import format_bytes
 from tests.support import REPOSITORY
 from tests.support.hf import complete_values, read_with_model_defaults
