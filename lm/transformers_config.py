@@ -52,6 +52,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """Layers of quantized weights compute what these, dequantized, do."""
     experts: bool = False
     """Experts with adapters, in NF4 too, compute what those of the class with merged ones do."""
+    float8: bool = False
+    """Its linear layers can be computed in float8."""
     compilation: bool = False
     """Layers can be compiled, each as one graph."""
     longest_row: LongestRow | None = None

@@ -155,8 +155,9 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
         yield "base_dtype", f"nf4: {problem}; remove base_dtype"
     if hp.parallel.compile is True and not examined.compilation:
         yield "compile", f"true, but layers of {kind} are no graphs to compile; remove compile"
-    if hp.precision.float8 is not None:
-        yield "float8", f"is for models of model.py, and {kind} is none; remove float8"
+    if hp.precision.float8 is not None and not examined.float8:
+        found = examined.details.get("float8", "examined by an earlier version")
+        yield "float8", f"{hp.precision.float8} does not compute {kind} ({found}); remove float8"
     if hp.objective.of_pairs and not examined.packing:
         problem = f"needs pairs in one sequence, which {kind} does not keep apart"
         yield "objective", f"dpo: {problem}; remove objective"

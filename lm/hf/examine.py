@@ -19,6 +19,8 @@ than a second, each question by the class's own forward and as a run would:
     lora                     adapters that are merged compute what they did,
     nf4                      also on quantized weights that are dequantized
     experts                  experts in NF4 compute what those of the class, dequantized, do
+    float8                   linear layers in float8 are not much farther from float32 than its
+                             rounding lets them be
     compilation              layers traced by the compiler give the same gradients
 
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
@@ -40,6 +42,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -59,9 +62,11 @@ from lm.hf.small_config import (
     with_value,
 )
 from lm.launch.console import warn
+from lm.launch.requirements import requires
 from lm.program import describe_packages, describe_program
 from lm.storage.cache import cached, remembered
 from lm.training import four_bits, lora, parallelize
+from lm.training.float8 import convert_to_float8, find_layers
 from lm.training.lora import LoraConfig
 from lm.training.roles import is_selector, measure_sizes
 from lm.transformers_config import (
@@ -92,6 +97,8 @@ TOLERANCE = 1e-4
 """of the largest value: what float32 sums in another order stay below"""
 _FARTHER = 4
 """times as far from float32 as the class itself: one token with another expert is a factor of 2"""
+_FARTHER_IN_FLOAT8 = 32
+"""times as far as the class in bfloat16, whose rounding is 16 times as fine"""
 FROM_FLOAT32 = "from float32: "
 _NOISE = 1e-2
 """of the largest gradient: smaller ones may be sums of larger terms that cancel"""
@@ -117,6 +124,7 @@ Question = Literal[
     "lora",
     "nf4",
     "experts",
+    "float8",
     "compilation",
 ]
 _QUESTIONS: Set[Question] = set(get_args(Question))
@@ -130,7 +138,15 @@ _NEEDED: Mapping[Question, str] = {
 _OF_LENGTHS: Set[Question] = {"determinism", "causality", "padding", "packing", "gradients"}
 """What may hold of rows up to a length only."""
 _PACKAGES = ("torch", "transformers")
-_KERNELS = ("flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels")
+_OTHER_PACKAGES = (
+    "torchao",
+    "flash-attn",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
+    "kernels",
+)
+"""What answers depend on if it is installed."""
 
 
 class Finding(BaseModel, frozen=True):
@@ -184,6 +200,7 @@ class Examination(BaseModel, frozen=True):
             lora=self.findings["lora"].holds,
             nf4=self.findings["nf4"].holds,
             experts=self.findings["experts"].holds,
+            float8=self.findings["float8"].holds,
             compilation=self.findings["compilation"].holds,
             untrained=self.untrained,
             class_name=self.class_name,
@@ -234,7 +251,7 @@ def examine(values: Mapping[str, Any]) -> Examination:
         ConfigError: no small model of it can be built, or it fails.
     """
     model_type = values.get("model_type")
-    program = describe_program(__name__, [*_PACKAGES, *_KERNELS])
+    program = describe_program(__name__, [*_PACKAGES, *_OTHER_PACKAGES])
     problems: list[str] = []
     for config in small_configs(values, _derived_sizes(values)):
         facts = {"program": program, "examination": config}
@@ -260,7 +277,7 @@ def examine_whole(raw: Mapping[str, Any]) -> Finding:
     config = read_config(raw)
     if language_model_of(config).model_type == config.model_type:
         return Finding(holds=True)
-    facts = {"program": describe_program(__name__, [*_PACKAGES, *_KERNELS]), "whole": raw}
+    facts = {"program": describe_program(__name__, [*_PACKAGES, *_OTHER_PACKAGES]), "whole": raw}
     answer = remembered(facts, lambda: _compare_whole(raw).model_dump_json())
     return Finding.model_validate_json(answer)
 
@@ -799,24 +816,44 @@ class _Exam:
         return Finding(holds=not unexpected, detail=", ".join(unexpected))
 
     def bfloat16(self) -> Finding:
-        finding = self._compare_rounded()
+        return self._ask_rounded(in_float8=False)
+
+    def float8(self) -> Finding:
+        if find_spec("torchao") is None:
+            return Finding(holds=False, detail=requires("torchao -c constraints.txt"))
+        if not find_layers(self.model, "tensorwise", on_gpu=False):
+            return Finding(holds=False, detail="no linear layer of its blocks can be converted")
+        return self._ask_rounded(in_float8=True)
+
+    def _ask_rounded(self, *, in_float8: bool) -> Finding:
+        finding = self._compare_rounded(in_float8)
         if finding.holds:
             return finding
         # Other tokens, as rounding may have given one of these another expert.
-        return _Exam(self.small, hidden_states=self.hidden_states, seed=10)._compare_rounded()
+        others = _Exam(self.small, hidden_states=self.hidden_states, seed=10)
+        return others._compare_rounded(in_float8)
 
-    def _compare_rounded(self) -> Finding:
+    def _compare_rounded(self, in_float8: bool) -> Finding:
         model = self.build()
         convert_weights(model, torch.bfloat16)  # FSDP gathers them so
+        farthest = _FARTHER
+        if in_float8:
+            convert_to_float8(model, "tensorwise", on_gpu=False, shards=None)
+            farthest = _FARTHER_IN_FLOAT8
         logits = _logits_of_batch(model, self.batch)
         gradients = _train_on_batch(model, self.batch)
         ours = self._distances(_Learned(logits, gradients))
-        theirs = self._distances(self._learn(_in_bfloat16(self.small.network)))
+        theirs = self._distances_of_class
         shown = [f"{what} {ours[what]:.2g} (class {theirs[what]:.2g})" for what in ours]
         return Finding(
-            holds=all(ours[what] <= _FARTHER * theirs[what] for what in ours),  # not if NaN
+            holds=all(ours[what] <= farthest * theirs[what] for what in ours),  # not if NaN
             detail=f"{FROM_FLOAT32}{', '.join(shown)}",
         )
+
+    @cached_property
+    def _distances_of_class(self) -> Mapping[str, float]:
+        """How far what the class itself computes in bfloat16 is from float32."""
+        return self._distances(self._learn(_in_bfloat16(self.small.network)))
 
     def _distances(self, found: _Learned) -> dict[str, float]:
         return {

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lm.training.config import FLOAT8_MULTIPLE
+from lm.training.roles import LinearLayer, describe_rest, find_roundable
+from lm.transformers_model import AnyModel
 
 
 def is_supported(out: int, inner: int) -> bool:
@@ -32,8 +34,8 @@ def is_faster_by_rows(out: int, inner: int) -> bool:
     return out > 4096 or inner > 2048
 
 
-def gathers_in_float8(recipe: str, shapes: Iterable[tuple[int, int]], shards: int | None) -> bool:
-    """Return whether ranks convert their shards of matrices `(out, in)` before the all-gather.
+def gathers_in_float8(recipe: str, n_rows: Iterable[int], shards: int | None) -> bool:
+    """Return whether ranks convert their shards of matrices of `n_rows` before the all-gather.
 
     Also a single rank, which then converts a weight once and not in every micro-step. Only with a
     scale per tensor: the output and the gradient of the input need scales along different
@@ -42,33 +44,49 @@ def gathers_in_float8(recipe: str, shapes: Iterable[tuple[int, int]], shards: in
     """
     if recipe != "tensorwise" or shards is None:
         return False
-    return all(out % shards == 0 for out, _ in shapes)
+    return all(n % shards == 0 for n in n_rows)
 
 
-def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int | None) -> None:
-    """Replace the linear layers of `blocks` with torchao's, which have the same parameters.
+def find_layers(model: AnyModel, recipe: str, on_gpu: bool) -> list[LinearLayer]:
+    """Return the linear layers in blocks that are computed in float8."""
+    found: list[LinearLayer] = []
+    for layer in find_roundable(model):
+        shape = (layer.module.out_features, layer.module.in_features)
+        is_slow = recipe == "rowwise" and on_gpu and not is_faster_by_rows(*shape)
+        if is_supported(*shape) and not is_slow:
+            found.append(layer)
+    return found
+
+
+def convert_to_float8(model: AnyModel, recipe: str, on_gpu: bool, shards: int | None) -> str | None:
+    """Replace linear layers in blocks with torchao's, which have the same parameters.
 
     Args:
-        blocks: is changed in place.
+        model: is changed in place.
         recipe: tensorwise or rowwise.
         shards: of a parameter; None = in host memory, with `cpu_offload`.
+
+    Returns:
+        A line on what of the blocks is computed as before; None = next to nothing.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    def is_converted(module: nn.Module, _name: str) -> bool:
-        if not isinstance(module, nn.Linear):
-            return False
-        shape = module.out_features, module.in_features
-        if recipe == "rowwise" and on_gpu and not is_faster_by_rows(*shape):
-            return False
-        return is_supported(*shape)
+    layers = find_layers(model, recipe, on_gpu)
+    modules = {layer.module for layer in layers}
+    weights = {layer.weight for layer in layers}
 
-    layers = [module for module in blocks.modules() if isinstance(module, nn.Linear)]
-    shapes = [(layer.out_features, layer.in_features) for layer in layers]
+    def count_converted(parameter: nn.Parameter) -> int:
+        return parameter.numel() if parameter in weights else 0
+
+    note = describe_rest(f"float8: {recipe} computes", model, count_converted)
     config = Float8LinearConfig.from_recipe_name(recipe)
-    if gathers_in_float8(recipe, shapes, shards):
+    if gathers_in_float8(recipe, [len(weight) for weight in weights], shards):
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(blocks, config=config, module_filter_fn=is_converted)
+    for block in model.blocks:
+        convert_to_float8_training(
+            block, config=config, module_filter_fn=lambda module, _name: module in modules
+        )
+    return note
 
 
 def has_float8_shards(parameters: Iterable[Tensor]) -> bool:

@@ -87,9 +87,10 @@ def apply_float8(
     """Let the matrix products of the blocks be computed in float8, by torchao's recipe `float8`."""
     if float8 is None:
         return
-    assert isinstance(model, Transformer)
     shards = None if config.cpu_offload else mesh["shard"].size()
-    convert_to_float8(model.blocks, float8, mesh.device_type == "cuda", shards)
+    note = convert_to_float8(model, float8, mesh.device_type == "cuda", shards)
+    if note is not None:
+        warn(note)
 
 
 SAVE_OPS = {

@@ -864,7 +864,7 @@ def test_transformers_computes_what_model_py_cannot(
         ({"d_model": 32}, "d_model"),
         ({"model": "gpt2"}, "n_heads"),
         ({"vocab_size": 301}, "vocab_size"),
-        ({"float8": "tensorwise"}, "float8"),
+        ({"float8": "tensorwise"}, "float8: .*no linear layer of its blocks can be converted"),
         ({"dataset": "jsonl", "train_data": "x", "packing": True}, "packing"),
         ({"dataset": "text", "attend_across_documents": False}, "attend_across_documents"),
         ({"base_width": 32}, "base_width"),
@@ -1081,7 +1081,7 @@ def test_flops_of_a_hybrid_are_those_of_its_products() -> None:
         ("gpt_oss", set()),  # makes its masks without positions
         ("qwen3_5_text", set()),  # linear attention
         ("gemma2", {"hidden_states"}),
-        ("mamba2", {"packing", "cache"}),
+        ("mamba2", {"packing", "cache", "float8"}),  # layers of no multiple of 16
         *(
             pytest.param(kind, set(), marks=pytest.mark.slow)
             for kind in (
@@ -1097,6 +1097,7 @@ def test_flops_of_a_hybrid_are_those_of_its_products() -> None:
                 "hrm_text",  # a parameter that its class freezes
             )
         ),
+        pytest.param("llama4_text", {"float8"}, marks=pytest.mark.slow),  # writes to outputs
     ],
 )
 def test_examinations_find_what_does_not_hold(kind: str, fails: set[str]) -> None:

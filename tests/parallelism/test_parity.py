@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -25,9 +26,13 @@ from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
 from lm.data.run_data import open_data
 from lm.data.sampler import SampledSource
+from lm.model_config import ModelConfig
 from lm.runtime.world import MeshShape, World
 from lm.training import optim, parallelize
+from lm.training.float8 import convert_to_float8, find_layers
+from lm.transformers_model import new_model
 from model import IGNORE_INDEX, Transformer
+from tests.support.hf import read_with_model_defaults, save_model
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.parallelism import (
     AMP_DTYPES,
@@ -377,6 +382,59 @@ def test_float8_resumes_exactly(float8_runs: Float8Runs) -> None:
 def test_float8_checkpoints_are_those_of_bfloat16(float8_runs: Float8Runs) -> None:
     assert len(float8_runs.slices) >= len(RECIPES)
     assert all(slices == float8_runs.slices[0] for slices in float8_runs.slices)
+
+
+OF_CLASS: dict[str, Any] = {
+    key: value
+    for key, value in PARITY_RUN.items()
+    if key not in ModelConfig.model_fields or key == "max_seq_len"
+}
+IN_FLOAT8 = {"amp_dtype": "bfloat16", "compile": False, "float8": "tensorwise"}
+
+
+def train_class_with_float8(
+    world: World, directory: str, run: dict[str, Any]
+) -> tuple[dict[str, list[float]], dict[str, Counter[Collective]]]:
+    runs = {"bfloat16": IN_FLOAT8 | {"float8": None}, "rowwise": IN_FLOAT8 | {"float8": "rowwise"}}
+    runs |= {"tensorwise": IN_FLOAT8, "resumed": IN_FLOAT8 | {"stop_at_step": 2}}
+    steps = count_steps_of_each(world, directory, runs, run)
+    losses = {name: read_losses(Path(directory), name) for name in runs}
+    return losses, {name: counted[-1].collectives for name, counted in steps.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_cache")
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="older ones multiply with one scale per tensor only"
+)
+def test_float8_trains_linear_layers_of_a_class_of_transformers(tmp_path: Path) -> None:
+    """Their weights are gathered in float8, with scales that are computed once a step."""
+    save_model("glm4_moe", tmp_path / "model")
+    run = OF_CLASS | {"init_from": str(tmp_path / "model")}
+    losses, collectives = run_ranks(2, train_class_with_float8, str(tmp_path), run)[0]
+    losses |= run_ranks(2, train_each, str(tmp_path), {"resumed": IN_FLOAT8}, run)[0]
+    one_rank = run_ranks(1, train_each, str(tmp_path), {"one": IN_FLOAT8}, run)[0]
+    assert losses["resumed"] == losses["tensorwise"]
+    assert one_rank["one"] == pytest.approx(losses["tensorwise"], rel=1e-6)
+    for recipe in ("tensorwise", "rowwise"):
+        assert losses[recipe] != losses["bfloat16"]
+        assert losses[recipe] == pytest.approx(losses["bfloat16"], rel=0.02)
+    model = new_model(read_with_model_defaults(run).model)
+    n_layers = len(find_layers(model, "tensorwise", on_gpu=False))
+    assert n_layers > 8
+    added = collectives["tensorwise"] - collectives["bfloat16"]
+    scales = {key: times for key, times in added.items() if key[0] == "all-reduce"}
+    assert scales == {("all-reduce", 2, 4 * n_layers): 1}
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_what_float8_leaves_out_is_said(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path)
+    model = new_model(read_with_model_defaults(OF_CLASS | {"init_from": str(tmp_path)}).model)
+    note = convert_to_float8(model, "tensorwise", on_gpu=False, shards=1)
+    assert re.search(
+        r"^float8: tensorwise computes \d+% .* mlp\.experts\.gate_up_proj \(", str(note)
+    )
 
 
 def _gradients(
