@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from lm.checkpoint.manifest import CheckpointError
 from lm.errors import ConfigError
@@ -51,7 +52,7 @@ _POINTER_BYTES = 64
 MAX_DIMENSIONS = 8
 """of a tensor in a file; PyTorch's own have at most four"""
 MAX_SIZE = 2**48
-"""Exclusive limit of a dimension or an offset in a file, which are far smaller."""
+"""Exclusive limit of an offset in a file, which are far smaller."""
 
 
 class TensorSlice(NamedTuple):
@@ -110,70 +111,58 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
         ValueError, RecursionError: the header is damaged.
     """
     with open(path, "rb", opener=open_regular) as file:
-        file_size = os.fstat(file.fileno()).st_size
         start = file.read(_POINTER_BYTES)
         pointer = find_pointer(start)
         if pointer is not None:
             name, remedy = pointer
             raise ConfigError(f"{path}: a {name}; {remedy}")
-        if file_size < 8:
-            raise ValueError(f"the file has {file_size} bytes, a header at least 8")
-        (length,) = struct.unpack_from("<Q", start)
-        if length > min(file_size - 8, MAX_JSON_BYTES):
-            sizes = f"{length} bytes of header in {file_size} bytes"
-            raise ValueError(f"{sizes}; at most {MAX_JSON_BYTES} are read")
+        length = int.from_bytes(start[:8], "little")
+        if length > MAX_JSON_BYTES:
+            raise ValueError(f"{length} bytes of header; at most {MAX_JSON_BYTES} are read")
+        try:
+            # The library checks that each tensor has its size and that they fill the file exactly.
+            with safe_open(path, "numpy"):
+                pass
+        except SafetensorError as error:
+            reason = str(error).removeprefix("Error while deserializing header: ")
+            if "not fully covered" in reason:
+                reason = "the file is cut short, or longer than its tensors"
+            raise ValueError(reason) from None
         file.seek(8)
         header = json.loads(file.read(length), object_pairs_hook=_unique_names)
-    if not isinstance(header, dict):
-        raise ValueError("not a JSON object")
-    sharding = _read_sharding(header.pop("__metadata__", {}))
-    values_start = 8 + length
-    extents = []
+    metadata = header.pop("__metadata__", None) or {}
+    # What the file has of each tensor; {} = all of it.
+    sharding = json.loads(metadata.get(_SHARDING, "{}"), object_pairs_hook=_unique_names)
     for name, entry in header.items():
-        shape = _sizes(_member(entry, "shape", name), name)
-        extent = _sizes(_member(entry, "data_offsets", name), name)
-        if len(extent) != 2:
-            raise ValueError(f"{name[:80]}: {len(extent)} data_offsets, not 2")
-        begin, end = extent
-        code = str(_member(entry, "dtype", name))
-        dtype = DTYPES.get(code)
+        dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             known = ", ".join(DTYPES)
-            raise ValueError(f"{name[:80]}: dtype {code[:20]} is not one of {known}")
-        offsets = (0,) * len(shape)
+            raise ValueError(f"{name[:80]}: dtype {entry['dtype']} is not one of {known}")
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if begin == end or len(shape) > MAX_DIMENSIONS:
+            raise ValueError(f"{name[:80]}: no values, or more than {MAX_DIMENSIONS} dimensions")
+        row = 0
         if sharding:
-            piece = _member(sharding, name, _SHARDING)
-            offsets = _sizes(_member(piece, "saved_offsets", f"{_SHARDING}: {name}"), name)
-        is_in_file = begin < end and values_start + end <= file_size
-        has_size = end - begin == math.prod(shape) * dtype.itemsize
-        is_rows = len(offsets) == len(shape) and not any(offsets[1:])
-        if not (is_in_file and has_size and is_rows):
-            raise ValueError(f"{name[:80]}: shape and offsets do not fit the file")
-        extents.append((begin, end))
-        start = offsets[0] if shape else 0
-        yield name, TensorSlice(path, values_start + begin, dtype, shape, start)
-    n_bytes = 0
-    for begin, end in sorted(extents):
-        if begin != n_bytes:
-            raise ValueError("tensors overlap, or have bytes between them")
-        n_bytes = end
-    if values_start + n_bytes != file_size:
-        n_more = file_size - values_start - n_bytes
-        raise ValueError(f"the file is {n_more:,} bytes longer than its tensors")
+            row = _first_row(sharding, name, len(shape))
+        yield name, TensorSlice(path, 8 + length + begin, dtype, shape, row)
 
 
-def _read_sharding(metadata: Any) -> Any:
-    """Return what the metadata of a file say of its slices; {} = its tensors are complete."""
-    if not isinstance(metadata, dict):
-        raise ValueError("__metadata__ is not a JSON object")
-    return json.loads(str(metadata.get(_SHARDING, "{}")), object_pairs_hook=_unique_names)
+def _first_row(sharding: Any, name: str, n_dimensions: int) -> int:
+    """Return the row of the full tensor that comes first in a file.
 
-
-def _member(value: Any, key: str, place: str) -> Any:
-    """Return a member of a JSON object; raise ValueError if `value` has none of that name."""
-    if not isinstance(value, dict) or key not in value:
-        raise ValueError(f"{place[:80]}: has no {key[:80]}")
-    return value[key]
+    Raises:
+        ValueError: what the file has of it are no rows.
+    """
+    offsets: Any = None
+    with suppress(TypeError, LookupError):
+        offsets = sharding[name]["saved_offsets"]
+    is_of_tensor = isinstance(offsets, list) and len(offsets) == n_dimensions
+    if not is_of_tensor or not all(type(v) is int and 0 <= v < MAX_SIZE for v in offsets):
+        raise ValueError(f"{name[:80]}: {_SHARDING} has no offsets of it")
+    if any(offsets[1:]):
+        raise ValueError(f"{name[:80]}: not sharded by rows")
+    return offsets[0] if offsets else 0
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,14 +170,6 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) != len(pairs):
         raise ValueError("duplicate names")
     return entries
-
-
-def _sizes(values: Any, name: str) -> tuple[int, ...]:
-    """Return `values` as a shape or as offsets; raise ValueError if they are none."""
-    is_short_list = isinstance(values, list) and len(values) <= MAX_DIMENSIONS
-    if not is_short_list or not all(type(v) is int and 0 <= v < MAX_SIZE for v in values):
-        raise ValueError(f"{name[:80]}: {str(values)[:60]} are not sizes")
-    return tuple(values)
 
 
 def full_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...] | None:

@@ -219,16 +219,15 @@ def test_read_headers_refuses_a_hostile_header(case: str | int, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        (b"", "the file has 0 bytes"),
-        (b"{}", "the file has 2 bytes"),
+        (b"", "header too small"),
+        (b"{}", "header too small"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "`git lfs pull`"),
-        (save({"a": torch.zeros(2)}) + b"\0" * 1000, "1,000 bytes longer than its tensors"),
+        (save({"a": torch.zeros(2)}) + b"\0" * 1000, "longer than its tensors"),
     ],
 )
 def test_read_headers_says_what_is_no_safetensors_file(
     content: bytes, part: str, tmp_path: Path
 ) -> None:
-    """The safetensors library refuses the same files."""
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(SafetensorError):

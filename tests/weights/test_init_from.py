@@ -292,7 +292,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "appended bytes": (
         lambda folder: os.truncate(folder / WEIGHTS, 2**40),
-        "bytes longer than its tensors",
+        "longer than its tensors",
     ),
     "no mapping": (
         lambda folder: (folder / "config.json").write_text("[]"),
@@ -333,7 +333,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "truncated weights": (
         lambda folder: os.truncate(folder / WEIGHTS, 9999),
-        "in/model.safetensors: damaged header: lm_head.weight",
+        "in/model.safetensors: damaged header: the file is cut short",
     ),
     "missing shard": (
         lambda folder: write_index(folder, {"a": WEIGHTS, "b": "other.safetensors"}),
