@@ -45,8 +45,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lm import sampling, seeds
 from lm.checkpoint.checkpointer import Checkpointer, State
+from lm.checkpoint.cluster import open_store
 from lm.checkpoint.manifest import TrainingProgress
-from lm.checkpoint.open_store import open_store
 from lm.checkpoint.store import CheckpointStore
 from lm.command_line import parse_arguments
 from lm.config.hyperparameters import Hyperparameters, distinguishing

@@ -83,7 +83,7 @@ def train_ours(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     setup_environment()
     import fsdp
     from benchmarks.observer import StepObserver
-    from lm.checkpoint.open_store import open_store
+    from lm.checkpoint.cluster import open_store
     from lm.determined.context import TorchDistributedContext
     from lm.runtime.run_dir import RunDir
 

@@ -51,7 +51,7 @@ from benchmarks.gpu_pairs import (
     Settings,
 )
 from benchmarks.observer import StepObserver
-from lm.checkpoint.store import ClusterCheckpoints
+from lm.checkpoint.cluster import ClusterCheckpoints
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext

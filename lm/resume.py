@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,13 @@ from lm.checkpoint.checkpointer import Checkpointer, SavedState, State
 from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
 from lm.checkpoint.contents import verify
 from lm.checkpoint.layout import hyperparameters_of
-from lm.checkpoint.locate import locate_checkpoint, store_at
-from lm.checkpoint.location import (
-    ClusterLocation,
-    DirectoryLocation,
-    Location,
-    parse_location,
-)
+from lm.checkpoint.locate import locate_checkpoint
+from lm.checkpoint.location import Location, parse_location
 from lm.checkpoint.manifest import (
     PARTS,
     WEIGHTS,
     CheckpointError,
     Manifest,
-    NoTrainingStateError,
     RunInfo,
     TrainingProgress,
 )
@@ -110,7 +103,7 @@ def plan_resume(
             run's start, of which there is no checkpoint yet.
         CheckpointError: there are checkpoints, but none is complete.
     """
-    state = store.read_state() or RunState()
+    state = store.read_state()
     new_start = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
     # A restart whose first attempt failed before it recorded its start is a first start, too.
     is_same_start = resume == state.resume and not restarted.items().isdisjoint(
@@ -119,8 +112,7 @@ def plan_resume(
     is_later_attempt = len(restarted) > 0 and (state.resume is None or is_same_start)
     fresh = resume != "auto" and not is_later_attempt
     if not fresh:
-        with _weights_as_remedy(store):
-            candidates = store.find_candidates(PARTS, "resume=fresh starts at step 0")
+        candidates = store.find_candidates(PARTS, "resume=fresh starts at step 0")
         if candidates:
             may_be_complete = resume == "auto" and store.shows_completion
             return ResumePlan(tuple(candidates), may_be_complete=may_be_complete)
@@ -139,31 +131,6 @@ def plan_resume(
     if init_checkpoint is None:
         return plan
     return replace(plan, init_candidates=(_locate("init_from", init_checkpoint, store),))
-
-
-@contextmanager
-def _weights_as_remedy(store: CheckpointStore) -> Iterator[None]:
-    """Let the error of a run without a complete checkpoint say what is left, if weights are.
-
-    Raises:
-        ConfigError: weights are left.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        with_weights, _ = store.list_saved(WEIGHTS)
-        if not with_weights:
-            raise
-        newest = store.locate(with_weights[-1].name)
-        raise ConfigError(*error.problems, _start_with_weights(newest)) from None
-
-
-def _start_with_weights(where: Location) -> str:
-    elsewhere = ""
-    if not isinstance(where, ClusterLocation):
-        elsewhere = " with another run_name"
-    remedy = f"init_from={shlex.quote(str(where))}{elsewhere} starts at step 0 with them"
-    return f"{where} has all weights, but not what a run resumes from; {remedy}"
 
 
 def _locate_named(resume: str, state: RunState, store: CheckpointStore) -> Location:
@@ -187,8 +154,7 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
     if store.is_name(where):
         return store.locate(where)
     named = parse_location(where)
-    is_path = isinstance(named, DirectoryLocation)
-    if is_path and not named.path.exists():
+    if named.path is not None and not named.path.exists():
         shown = where
         choices = "auto (its newest), fresh (step 0), or the directory or URL of a checkpoint"
         if key == "init_from":
@@ -197,10 +163,7 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
         problem = f"no such directory; use {choices}{nearest_file(named.path)}"
         raise ConfigError(f"{key}: {shown}: {problem}")
     with error_prefix(key):
-        if key == "init_from":
-            return locate_checkpoint(where)
-        with _weights_as_remedy(store_at(where)):
-            return locate_checkpoint(where, PARTS)
+        return locate_checkpoint(where, WEIGHTS if key == "init_from" else PARTS)
 
 
 def is_complete(
@@ -228,7 +191,7 @@ def is_complete(
     run = str(store).removesuffix("/checkpoints")
     try:
         # Of a URL, sizes were compared: to download all files would take long.
-        if isinstance(newest, DirectoryLocation):
+        if newest.path is not None:
             with world.all_or_none():
                 verify(newest.path, manifest, world.rank, world.size)
         lines = world.on_rank0(describe_complete_run, run, newest, manifest, run_info)
@@ -312,7 +275,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: every candidate is damaged.
-        ConfigError: the checkpoint belongs to a different run or model, or only has weights.
+        ConfigError: the checkpoint belongs to a different run or model.
     """
     candidates = plan.resume_candidates
     parts = PARTS
@@ -322,7 +285,6 @@ def load_checkpoint(
         parts = WEIGHTS
         remedy = "set init_from to another one"
     problems: list[str] = []
-    with_weights: list[Location] = []
     started = time.monotonic()
     for candidate in candidates:
         try:
@@ -345,10 +307,6 @@ def load_checkpoint(
         except CheckpointError as error:
             log(f"skipping {error}")
             problems += error.problems
-            if isinstance(error, NoTrainingStateError):
-                with_weights.append(candidate)
-    if with_weights:
-        raise ConfigError(*problems, _start_with_weights(with_weights[0]))
     if problems:
         raise CheckpointError(*problems, f"no intact checkpoint is left; {remedy}")
     return TrainingProgress()

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import psutil
 
 from lm.checkpoint.contents import verify
-from lm.checkpoint.location import DirectoryLocation, UrlLocation
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
@@ -108,11 +107,7 @@ def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
     for entry in where.list_saved()[0]:
         with tempfile.TemporaryDirectory() as copy:
             location = where.locate(entry.name)
-            if isinstance(location, DirectoryLocation):
-                path = location.path
-            else:
-                assert isinstance(location, UrlLocation)
-                path = location.download(Path(copy) / entry.name)
+            path = location.path or location.download(Path(copy) / entry.name)
             manifest = read_manifest(path)
             verify(path, manifest)
             found[manifest.step] = manifest
@@ -124,7 +119,7 @@ def unfinished(folder: Path, storage: str | None) -> set[str]:
     where = place(folder, storage)
     if isinstance(where, BucketCheckpoints):
         time.sleep(0.05)  # callers poll
-        return {name for name, files in where.files().items() if MANIFEST not in files}
+        return {name for name, files in where.folders().items() if MANIFEST not in files}
     assert isinstance(where, LocalCheckpoints)
     return {
         path.name

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp
 from benchmarks.observer import StepObserver
-from lm.checkpoint.store import ClusterCheckpoints
+from lm.checkpoint.cluster import ClusterCheckpoints
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.loader import PairBatch
 from lm.determined.context import TorchDistributedContext

@@ -14,23 +14,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 
 from lm.checkpoint.layout import find_tensors, require_sizes_of_model
 from lm.checkpoint.locate import locate_checkpoint, store_at
-from lm.checkpoint.location import DirectoryLocation, Location, PlainLocation
+from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
     PARTS,
-    WEIGHTS,
     CheckpointError,
     Manifest,
     NoManifestError,
-    NoTrainingStateError,
     read_manifest,
 )
-from lm.checkpoint.retention import SavedCheckpoint, find_best
-from lm.checkpoint.store import CheckpointStore
+from lm.checkpoint.store import CheckpointStore, SavedCheckpoint, find_best
 from lm.data.hub import find_directory
 from lm.errors import ConfigError, command, oserror_as_config_error
 from lm.units import format_bytes
@@ -69,60 +65,48 @@ def _describe_all(store: CheckpointStore, check: Check) -> tuple[list[str], bool
     for entry in saved:
         location = store.locate(entry.name)
         try:
-            lines[entry] = describe(entry.name, *check(location, PARTS))
+            lines[entry] = describe(entry.name, *check(location))
         except CheckpointError as error:
             errors[location] = error
-    saving: list[Location] = []
-    if store.is_in_use():
-        saving = [where for where, error in errors.items() if isinstance(error, NoManifestError)]
     best = find_best(list(lines))
     if best is not None:
         lines[best] += "  best"
     found = list(lines.values())
-    for where in saving:
-        found.append(f"{where.name}  is being saved, or was when a kill ended the run before")
-        del errors[where]
+    all_complete = True
+    is_in_use = store.is_in_use()
     for where, error in errors.items():
-        found.append(_describe_incomplete(where, error, check))
-    return found, not errors
+        if is_in_use and isinstance(error, NoManifestError):
+            found.append(f"{where.name}  is being saved, or was when a kill ended the run before")
+        else:
+            found.append(f"{where.name}  not complete: {error}")
+            all_complete = False
+    return found, all_complete
 
 
-def _describe_incomplete(where: Location, error: CheckpointError, check: Check) -> str:
-    """Return a line about a checkpoint from which no run can resume."""
-    if isinstance(error, NoTrainingStateError):
-        with suppress(CheckpointError):
-            manifest, checked = check(where, WEIGHTS)
-            use = f"weights: {checked}, good for all but resume: {error}"
-            return describe(where.name, manifest, use)
-    return f"{where.name}  not complete: {error}"
+Check = Callable[[Location], tuple[Manifest, str]]
+"""Returns the manifest of a checkpoint, and how far it was checked."""
 
 
-Check = Callable[[Location, Collection[str]], tuple[Manifest, str]]
-"""Returns the manifest of a checkpoint, and how far the given parts of it were checked."""
-
-
-def check_listed(location: Location, parts: Collection[str]) -> tuple[Manifest, str]:
-    """Return the manifest of the checkpoint at `location`, and how far `parts` were checked.
+def check_listed(location: Location) -> tuple[Manifest, str]:
+    """Return the manifest of the checkpoint at `location`, and how far it was checked.
 
     No tensors are read, and in object storage no headers.
     """
-    assert isinstance(location, PlainLocation)
-    manifest = location.read_manifest(parts)
+    manifest = location.read_manifest(PARTS)
     require_sizes_of_model(str(location), manifest)
-    if isinstance(location, DirectoryLocation):
-        find_tensors(location.path, manifest, parts)
+    if location.path is not None:
+        find_tensors(location.path, manifest)
     return manifest, "all files present"
 
 
-def verify_at(location: Location, parts: Collection[str]) -> tuple[Manifest, str]:
-    """Return what `check_listed` does of a checkpoint whose `parts` are read."""
+def verify_at(location: Location) -> tuple[Manifest, str]:
+    """Return what `check_listed` does of a checkpoint, all of which is read."""
     from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
 
-    assert isinstance(location, PlainLocation)
-    with location.fetch(parts) as path:
+    with location.fetch() as path:
         manifest = read_manifest(path)
         try:
-            verify(path, manifest, parts=parts)
+            verify(path, manifest)
         except CheckpointError as error:
             raise type(error)(str(error).replace(str(path), str(location))) from None
     return manifest, "complete"
@@ -135,10 +119,7 @@ def verify_path(path: str) -> tuple[list[str], bool]:
     if lines:
         return lines, all_complete
     location = locate_checkpoint(path)
-    try:
-        return [describe(location.name, *verify_at(location, PARTS))], True
-    except NoTrainingStateError as error:
-        return [_describe_incomplete(location, error, verify_at)], False
+    return [describe(location.name, *verify_at(location))], True
 
 
 @command

@@ -30,7 +30,7 @@ from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.config import CheckpointConfig
 from lm.checkpoint.contents import describe_state, read_tensors, require_tensors_of, verify_files
 from lm.checkpoint.layout import find_tensors
-from lm.checkpoint.location import Location, UrlLocation
+from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
     DRAFT,
     FORMAT,
@@ -51,7 +51,8 @@ from lm.fileio import write_durably
 from lm.launch.machine import host_memory
 from lm.runtime.world import World
 from lm.shards import Rows, to_local
-from lm.storage.folder import FileRecord, record
+from lm.storage.bucket import is_url
+from lm.storage.folder import FileRecord, record, require_space
 from lm.transformers_config import model_config
 from lm.units import format_bytes
 
@@ -277,7 +278,8 @@ class Checkpointer:
                 if world.rank == 0:
                     (path / DRAFT).touch()  # before any rank writes, so that a kill leaves it
                 _require_finite(slices)
-                self._require_disk_space(path, needed)
+                remedy = f"free space, then {self._config.rerun} to resume"
+                require_space(path, needed, remedy)
             with world.all_or_none(), _oserror_as_run_error(path, world.rank, needed):
                 own_files = self._write_own_files(path, slices)
             files: dict[str, FileRecord] = {}
@@ -287,7 +289,8 @@ class Checkpointer:
                 if world.rank == 0:
                     self._require_visible(path, files)
                     with _oserror_as_run_error(path, world.rank, needed):
-                        self.store.require_lock()
+                        if self.store.writes_in_place:
+                            self.store.before_manifest(path.name)
                         write_manifest(path, manifest.model_copy(update={"files": files}))
         except Exception:
             if world.rank == 0:
@@ -303,13 +306,6 @@ class Checkpointer:
         if self.store.writes_in_place:
             return sum(self._saver_world.all_gather_object(own))
         return sum(self._saver_world.all_gather_on_node(own))
-
-    def _require_disk_space(self, path: Path, needed: int) -> None:
-        free = shutil.disk_usage(path).free
-        if free < needed:
-            problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
-            remedy = f"free space, then {self._config.rerun} to resume"
-            raise RunError(f"{path}: {problem}; {remedy}")
 
     def _write_own_files(self, path: Path, slices: staging.Slices) -> dict[str, FileRecord]:
         """Write the files of this rank; return what the manifest says of each."""
@@ -348,7 +344,6 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is damaged, as was found now or in the block.
         """
-        is_downloaded = isinstance(location, UrlLocation)
         with self.store.open(location, self.world, parts) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
             if any(seen) and not all(seen):
@@ -358,24 +353,19 @@ class Checkpointer:
             try:
                 with self.world.all_or_none():
                     manifest = read_manifest(path)
-                yield self._saved_state(path, manifest, is_downloaded=is_downloaded)
+                launch = self.world.launch
+                share, n_shares = launch.rank, launch.world_size
+                if is_url(location.where) or not self.store.writes_in_place:
+                    # Every machine has its own copy.
+                    share, n_shares = launch.local_rank, launch.local_size
+                yield SavedState(path, manifest, self.world, share, n_shares)
             except CheckpointError as error:
                 self._damaged.add(path.name)
-                if not is_downloaded:
+                if path == location.path:
                     raise
-                copy = rf"\S*/{re.escape(path.name)}"  # on any machine
+                copy = rf"[^\s=]*/{re.escape(path.name)}"  # on any machine
                 problems = [re.sub(copy, str(location), problem) for problem in error.problems]
                 raise type(error)(*problems) from None
-
-    def _saved_state(self, path: Path, manifest: Manifest, *, is_downloaded: bool) -> SavedState:
-        """Return an open checkpoint; the ranks that see the same files verify a share of them."""
-        launch = self.world.launch
-        share = launch.rank
-        n_shares = launch.world_size
-        if is_downloaded or not self.store.writes_in_place:  # every machine has its own copy
-            share = launch.local_rank
-            n_shares = launch.local_size
-        return SavedState(path, manifest, self.world, share, n_shares)
 
     def add_saved(self, location: Location, manifest: Manifest) -> None:
         """Count the complete checkpoint that this run resumed from, on all ranks together."""

@@ -146,7 +146,7 @@ def find_tensors(
                 problems.append(f"{part}.{name[:200]} is not covered exactly once by its slices")
             else:
                 described[f"{part}.{name}"] = describe(shape, str(slices[0].dtype))
-    if manifest.tensors is not None and not problems:
+    if not problems:
         expected = {
             name: tensor
             for name, tensor in manifest.tensors.items()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from lm.checkpoint.location import DirectoryLocation, PlainLocation, parse_location
+from lm.checkpoint.location import Location, parse_location
 from lm.checkpoint.manifest import MANIFEST, TENSOR_FILE, WEIGHTS
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.data.tokenizer.files import MODEL_CONFIG, TOKENIZER_JSON
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.launch.cleanup import open_until_exit
+from lm.storage.bucket import is_url
 
 
 @oserror_as_config_error
@@ -24,7 +25,7 @@ def find_checkpoint(where: Path | str) -> Path:
 
 
 @oserror_as_config_error
-def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> PlainLocation:
+def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Location:
     """Return the location of the checkpoint at `where`, or of the newest of the run there.
 
     Args:
@@ -35,16 +36,14 @@ def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Pl
         CheckpointError: the run has checkpoints, but none is complete.
     """
     named = parse_location(where)
-    if isinstance(named, DirectoryLocation) and named.path.exists() and not named.path.is_dir():
+    if named.path is not None and named.path.exists() and not named.path.is_dir():
         problem = "is a file; name the directory of a checkpoint, a run or a Hugging Face model"
         if named.path.suffix == ".gguf":
             problem = "is a GGUF file, which is not read; use the Hugging Face model that it copies"
         raise ConfigError(f"{where}: {problem}")
     candidates = store_at(where).find_candidates(parts, "name another run or checkpoint")
     if candidates:
-        newest = candidates[0]
-        assert isinstance(newest, PlainLocation)
-        return newest
+        return candidates[0]
     names = named.list_files()
     if MANIFEST in names or any(TENSOR_FILE.fullmatch(name) for name in names):
         return named
@@ -61,7 +60,7 @@ def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Pl
         problem = f"has {min(of_model)} but no {MODEL_CONFIG}"
         advice = "name a directory with all files of a Hugging Face model, or a checkpoint or a run"
         raise ConfigError(f"{named}: {problem}; {advice}")
-    if isinstance(named, DirectoryLocation) and (runs := sorted(named.path.glob("*/checkpoints"))):
+    if named.path is not None and (runs := sorted(named.path.glob("*/checkpoints"))):
         raise ConfigError(f"{named}: has runs; name one of them, e.g. {runs[0].parent}")
     problem = "neither a checkpoint nor a run that has saved one"
     advice = f"name a directory that contains {MANIFEST} or checkpoints, or for init_from one"
@@ -71,7 +70,6 @@ def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Pl
 
 def store_at(where: Path | str) -> CheckpointStore:
     """Return the checkpoints of the run at `where`, a path or URL, to read them."""
-    named = parse_location(where)
-    if isinstance(named, DirectoryLocation):
-        return LocalCheckpoints(Path(where) / "checkpoints")
-    return BucketCheckpoints(named.where)
+    if is_url(where):
+        return BucketCheckpoints(str(where).rstrip("/"))
+    return LocalCheckpoints(Path(where) / "checkpoints")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,16 +15,12 @@ from lm.checkpoint.manifest import (
     WEIGHTS,
     CheckpointError,
     Manifest,
-    NoManifestError,
     check_files,
-    check_sizes,
-    parse_manifest,
     read_manifest,
 )
-from lm.errors import RunError
-from lm.fileio import MAX_JSON_BYTES
 from lm.storage.bucket import Bucket, is_url
-from lm.storage.folder import scratch
+from lm.storage.folder import require_space, scratch
+from lm.storage.place import place_at
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint is: one of the three classes below."""
+    """The absolute path of a checkpoint's directory, or its URL in object storage."""
 
     where: str
 
@@ -45,73 +40,27 @@ class Location:
         """UUID, unless a user has renamed it."""
         return self.where.rpartition("/")[2]
 
-
-class ClusterLocation(Location):
-    """A UUID of a checkpoint in a cluster's storage, which only the trial's store can open."""
-
-
-class DirectoryLocation(Location):
-    """The absolute path of a directory. Methods are those of `UrlLocation`."""
-
     @property
-    def path(self) -> Path:
-        return Path(self.where)
+    def path(self) -> Path | None:
+        """The directory; None = it has to be downloaded."""
+        return None if is_url(self.where) else Path(self.where)
 
-    def list_files(self) -> list[str]:
-        return [path.name for path in self.path.iterdir()]
-
-    def read_manifest(self, parts: Collection[str] = WEIGHTS) -> Manifest:
-        manifest = read_manifest(self.path)
-        check_files(self.path, manifest, parts)
-        return manifest
-
-    def fetch(self, _parts: Collection[str] = PARTS) -> AbstractContextManager[Path]:
-        return nullcontext(self.path)
-
-    def open(
-        self, _world: World, _transfers: Path | None, _parts: Collection[str]
-    ) -> AbstractContextManager[Path]:
-        return nullcontext(self.path)
-
-
-class UrlLocation(Location):
-    """A URL of a checkpoint in object storage, which is downloaded to be read."""
-
-    def list_files(self) -> list[str]:
-        """Return the names of the files."""
-        return list(Bucket(self.where).sizes())
+    def list_files(self) -> set[str]:
+        """Return the names of the files and folders."""
+        return place_at(self.where).names()
 
     def read_manifest(self, parts: Collection[str] = WEIGHTS) -> Manifest:
         """Return the manifest, if the files of `parts` have the sizes that it says."""
-        bucket = Bucket(self.where)
-        return self.parse_checked(bucket.sizes(), lambda: bucket.read(MANIFEST), parts)
-
-    def parse_checked(
-        self, sizes: Mapping[str, int], read: Callable[[], bytes], parts: Collection[str]
-    ) -> Manifest:
-        """Return the manifest, if the files of `parts` have the sizes that it says.
-
-        Args:
-            sizes: of the files, by name.
-            read: returns the content of the manifest.
-        """
-        size = sizes.get(MANIFEST, 0)
-        if size == 0:
-            raise NoManifestError(f"{self}: not a complete checkpoint, {MANIFEST}: missing")
-        if size > MAX_JSON_BYTES:
-            problem = f"{size:,} bytes, but at most {MAX_JSON_BYTES:,} are read"
-            raise CheckpointError(f"{self}: not a complete checkpoint, {MANIFEST}: {problem}")
-        try:
-            content = read()
-        except FileNotFoundError:
-            raise CheckpointError(f"{self}: deleted while it was read") from None
-        manifest = parse_manifest(f"{self}/{MANIFEST}", content)
-        check_sizes(self.where, manifest, sizes.__getitem__, parts)
+        manifest = read_manifest(self.where)
+        check_files(self.where, manifest, parts)
         return manifest
 
     @contextmanager
     def fetch(self, parts: Collection[str] = PARTS) -> Iterator[Path]:
-        """Yield a directory with `parts` of the checkpoint: a copy, which is deleted at the end."""
+        """Yield a directory with `parts` of the checkpoint; a copy is deleted at the end."""
+        if self.path is not None:
+            yield self.path
+            return
         with scratch(None) as directory:
             yield self.download(Path(directory) / self.name, parts)
 
@@ -126,11 +75,7 @@ class UrlLocation(Location):
         require_sizes_of_model(self.where, manifest)
         files = manifest.files_of(parts)
         needed = sum(entry.bytes for entry in files.values())
-        free = shutil.disk_usage(directory.parent).free
-        if free < needed:
-            remedy = "free disk space, or set TMPDIR to a larger disk"
-            problem = f"disk full: the download needs {needed:,} bytes, {free:,} are free"
-            raise RunError(f"{directory}: {problem}; {remedy}")
+        require_space(directory.parent, needed, "free space, or set TMPDIR to a larger disk")
         directory.mkdir()
         try:
             Bucket(self.where).download([*files, MANIFEST], directory)
@@ -145,6 +90,9 @@ class UrlLocation(Location):
         Args:
             transfers: where downloads have directories; None = the system's temporary directory.
         """
+        if self.path is not None:
+            yield self.path
+            return
         with scratch(transfers) as directory:
             path = Path(directory) / self.name
             world.run_in_thread_on_each_node(self.download, path, parts)
@@ -153,12 +101,16 @@ class UrlLocation(Location):
             yield paths[launch.node_rank, 0]
 
 
-PlainLocation = DirectoryLocation | UrlLocation
-"""What can be read without the store of its run."""
+class ClusterLocation(Location):
+    """A UUID of a checkpoint in a cluster's storage, which only the trial's store can open."""
+
+    @property
+    def path(self) -> None:
+        return None
 
 
-def parse_location(where: Path | str) -> PlainLocation:
+def parse_location(where: Path | str) -> Location:
     """Return what a user names by a path or a URL: a checkpoint, or else a run."""
     if is_url(where):
-        return UrlLocation(str(where).rstrip("/"))
-    return DirectoryLocation(str(Path(where).absolute()))
+        return Location(str(where).rstrip("/"))
+    return Location(str(Path(where).absolute()))

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import json
 import re
-import stat
-from collections.abc import Callable, Collection
+import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,20 +36,18 @@ from lm.data.dataset import StreamState
 from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
 from lm.fileio import (
-    MAX_JSON_BYTES,
     describe_invalid,
+    open_regular,
     parse_json,
-    read_bytes,
-    replace_durably,
+    sync,
     sync_directory,
 )
 from lm.metrics.records import MetricSums
-from lm.storage.folder import MANIFEST, FileRecord
+from lm.storage.folder import DRAFT, MANIFEST, FileRecord
+from lm.storage.place import Directory, place_at
 from lm.transformers_config import model_config
 
-FORMAT = 2
-DRAFT = f"{MANIFEST}.draft"
-"""File in a directory that is not a complete checkpoint yet; `replace_durably` renames it."""
+FORMAT = 3
 PARTS = ("model", "optim", "scaler", "spikes", "reference")
 """Objects of a checkpoint, as its files name them: what a run resumes from."""
 WEIGHTS = ("model",)
@@ -65,10 +63,6 @@ class CheckpointError(RunError):
 
 class NoManifestError(CheckpointError):
     """A directory has no manifest: it is being saved, or a kill ended that."""
-
-
-class NoTrainingStateError(CheckpointError):
-    """A checkpoint lacks files that a run resumes from; those of its weights are there."""
 
 
 class Base(BaseModel, frozen=True, extra="forbid"):
@@ -139,13 +133,12 @@ class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
 class Manifest(RunInfo, TrainingProgress, frozen=True):
     """The content of `manifest.json`."""
 
-    format: Literal[2]
+    format: Literal[3]
     time: float = Field(ge=0, lt=2**36, description="seconds since 1970")
     world_size: Count = Field(gt=0)
     files: dict[str, FileRecord]
-    tensors: dict[str, str] | None = Field(
-        default=None,
-        description="shape and dtype of each tensor, by object and name; null = in older ones",
+    tensors: dict[str, str] = Field(
+        description="shape and dtype of each tensor, by object and name"
     )
 
     def files_of(self, parts: Collection[str]) -> dict[str, FileRecord]:
@@ -163,86 +156,65 @@ def add_checksum(fields: dict[str, Any]) -> bytes:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Turn `directory` into a complete checkpoint, atomically and crash-safe."""
-    replace_durably(directory / MANIFEST, add_checksum(manifest.model_dump(mode="json")))
+    draft = directory / DRAFT
+    with open(draft, "wb", opener=open_regular) as file:  # which exists at every moment
+        file.write(add_checksum(manifest.model_dump(mode="json")))
+        sync(file)
+    draft.replace(directory / MANIFEST)
     for path in (directory, directory.parent):
         sync_directory(path)
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of the checkpoint in `directory`; its files are not looked at.
+def read_manifest(where: Path | str) -> Manifest:
+    """Return the manifest of the checkpoint at a path or URL; its files are not looked at.
 
     Raises:
         CheckpointError: the manifest is missing, damaged or a symbolic link.
         ConfigError: the manifest is of another format.
     """
-    path = directory / MANIFEST
+    problem = f"{where}: not a complete checkpoint, {MANIFEST}"
+    place = place_at(where)
+    if isinstance(place, Directory) and place.path.is_symlink():
+        raise CheckpointError(f"{where}: is a symbolic link; a checkpoint is a directory")
     try:
-        _size(directory, stat.S_ISDIR)
-        _size(path, stat.S_ISREG)
-        return parse_manifest(path, read_bytes(path, MAX_JSON_BYTES))
+        content = place.read(MANIFEST)
+    except FileNotFoundError:
+        raise NoManifestError(f"{problem}: missing") from None
     except OSError as error:
-        kind = NoManifestError if isinstance(error, FileNotFoundError) else CheckpointError
-        raise kind(
-            f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}"
-        ) from None
+        raise CheckpointError(f"{problem}: {error.strerror}") from None
+    return parse_manifest(f"{where}/{MANIFEST}", content)
 
 
-def check_files(directory: Path, manifest: Manifest, parts: Collection[str] = PARTS) -> None:
-    """Compare the sizes of the files of `parts` in `directory` with the manifest.
-
-    Raises:
-        CheckpointError: see `check_sizes`; or a file is a symbolic link.
-    """
-    try:
-        check_sizes(directory, manifest, lambda name: _size(directory / name, stat.S_ISREG), parts)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
-
-
-def check_sizes(
+def check_files(
     where: Path | str,
     manifest: Manifest,
-    size_of: Callable[[str], int],
     parts: Collection[str] = PARTS,
 ) -> None:
-    """Compare the files of `parts` of the checkpoint at `where` with its manifest.
-
-    Args:
-        size_of: returns a file's size by name; raises FileNotFoundError or KeyError.
+    """Compare the sizes of the files of `parts` of the checkpoint at `where` with its manifest.
 
     Raises:
-        NoTrainingStateError: files are missing, but none of the weights.
-        CheckpointError: another file is missing, or one has another size.
+        CheckpointError: a file is missing, or has another size.
     """
-    of_weights = manifest.files_of(WEIGHTS)
+    try:
+        sizes = place_at(where).sizes()
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}") from None
     missing: list[str] = []
     for name, entry in manifest.files_of(parts).items():
-        try:
-            size = size_of(name)
-        except (FileNotFoundError, KeyError):
+        if name not in sizes:
             missing.append(name)
-            continue
-        if size != entry.bytes:
-            raise CheckpointError(
-                f"{where}/{name}: has {size} bytes, but {entry.bytes} were written"
-            )
+        elif sizes[name] != entry.bytes:
+            problem = f"has {sizes[name]} bytes, but {entry.bytes} were written"
+            raise CheckpointError(f"{where}/{name}: {problem}")
     if not missing:
         return
-    kind = CheckpointError
-    if of_weights.keys().isdisjoint(missing):
-        kind = NoTrainingStateError
     more = ""
     if len(missing) > 1:
         more = f", as are {len(missing) - 1} more files"
-    raise kind(f"{where}/{missing[0]}: missing{more}")
-
-
-def _size(path: Path, is_expected: Callable[[int], bool]) -> int:
-    status = path.lstat()
-    if not is_expected(status.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "of another type"
-        raise CheckpointError(f"{path}: is {what}; a checkpoint is a directory of regular files")
-    return status.st_size
+    if manifest.files_of(WEIGHTS).keys().isdisjoint(missing):
+        start = f"init_from={shlex.quote(str(where))} in another run"
+        more += f"; its weights are there: {start} starts with them at step 0"
+    raise CheckpointError(f"{where}/{missing[0]}: missing, or not a regular file{more}")
 
 
 def parse_manifest(path: Path | str, text: bytes) -> Manifest:

@@ -8,33 +8,20 @@ URL/lease/NNNNNN         names the process that writes; the highest number count
 from __future__ import annotations
 
 import json
-import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.checkpoint.location import Location, UrlLocation
-from lm.checkpoint.manifest import DRAFT, MANIFEST, PARTS, CheckpointError
-from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.checkpoint.store import LocalCheckpoints, NewCheckpoint, RunCheckpoints
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
-from lm.runtime.run_state import (
-    ASIDE,
-    STATE,
-    RunState,
-    finish_move,
-    has_files,
-    parse_state,
-    read_state,
-    write_state,
-)
+from lm.runtime.run_state import STATE, RunState, finish_move, movable
 from lm.storage.bucket import Bucket
-from lm.storage.folder import scratch, settle
+from lm.storage.folder import DRAFT, MANIFEST, scratch, settle
 from lm.storage.lease import Lease, is_leased
+from lm.storage.place import Directory
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -67,71 +54,20 @@ class BucketCheckpoints(RunCheckpoints):
 
     def __init__(self, url: str, run_dir: Path | None = None) -> None:
         self.bucket = Bucket(url)
-        self.url = self.bucket.url
-        self.place = str(self)
+        super().__init__(self.bucket)
         self._run_dir = run_dir
         if run_dir is not None:
+            self.places.append(Directory(run_dir))
             self.transfers = run_dir / "checkpoints"
         self._lease: Lease | None = None
-        self._manifests: dict[str, bytes] = {}
-
-    def __str__(self) -> str:
-        return f"{self.url}/checkpoints"
-
-    def locate(self, name: str) -> UrlLocation:
-        return UrlLocation(f"{self.url}/checkpoints/{name}")
-
-    def files(self) -> dict[str, dict[str, int]]:
-        """Return the sizes of the files of each checkpoint, complete or not."""
-        found: dict[str, dict[str, int]] = {}
-        for path, size in self.bucket.sizes("checkpoints").items():
-            name, _, file = path.partition("/")
-            if not name.startswith("."):
-                found.setdefault(name, {})[file] = size
-        return found
-
-    def list_saved(
-        self, parts: Collection[str] = PARTS
-    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
-        saved: list[SavedCheckpoint] = []
-        incomplete: dict[Location, CheckpointError] = {}
-        for name, sizes in sorted(self.files().items()):
-            try:
-                read = partial(self._read_manifest, name)
-                manifest = self.locate(name).parse_checked(sizes, read, parts)
-                saved.append(saved_checkpoint(name, manifest))
-            except CheckpointError as error:
-                incomplete[self.locate(name)] = error
-        return sorted(saved), incomplete
-
-    def _read_manifest(self, name: str) -> bytes:
-        if name not in self._manifests:
-            self._manifests[name] = self.bucket.read(f"checkpoints/{name}/{MANIFEST}")
-        return self._manifests[name]
 
     def is_in_use(self) -> bool:
         return is_leased(self.bucket)
 
-    def has_manifest(self) -> bool:
-        return any(MANIFEST in sizes for sizes in self.files().values())
-
-    def read_state(self) -> RunState:
-        """Return the state in the bucket, or else that of this machine's working copy."""
-        with suppress(FileNotFoundError):
-            return parse_state(f"{self.url}/{STATE}", self.bucket.read(STATE))
-        if self._run_dir is None:
-            return RunState()
-        return read_state(self._run_dir)
-
-    def write_state(self, state: RunState) -> None:
-        assert self._run_dir is not None
-        write_state(self._run_dir, state)
-        self.bucket.upload([STATE], self._run_dir)
-
     # The run that writes
 
     def start(self, world: World) -> None:
-        world.run_in_thread(self.files)  # every machine can read
+        world.run_in_thread(self.folders)  # every machine can read
         world.run_in_thread_on_rank0(self.acquire)
         assert self.transfers is not None
         with world.all_or_none():
@@ -150,9 +86,9 @@ class BucketCheckpoints(RunCheckpoints):
             remedy = (
                 f"use another run_name, with resume={self._run_dir} to continue from the newest"
             )
-            raise ConfigError(f"{problem}, but checkpoint_storage is {self.url}; {remedy}")
+            raise ConfigError(f"{problem}, but checkpoint_storage is {self.bucket.url}; {remedy}")
         lease = Lease(self.bucket, self._run_dir / "lease")
-        self._finish_move()
+        finish_move(self.places)
         for name in self.bucket.sizes().keys() & set(RUN_FILES):
             write_durably(self._run_dir / name, self.bucket.read(name))
         # Only now: `release` uploads the run's files, which have to be those of the bucket.
@@ -166,6 +102,8 @@ class BucketCheckpoints(RunCheckpoints):
             yield NewCheckpoint(path, name)
             if world.rank == 0:
                 (path / "metadata.json").write_text(json.dumps(metadata))  # as Core API
+            draft = f"checkpoints/{name}/{DRAFT}"
+            world.run_in_thread_on_rank0(self.bucket.write, draft, b"")
             world.run_in_thread(self._upload, path, name)
             world.run_in_thread_on_rank0(self.commit, path, name)
 
@@ -178,60 +116,17 @@ class BucketCheckpoints(RunCheckpoints):
         assert self._lease is not None
         self._lease.require()
         self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
+        self.before_manifest(name)
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
-
-    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        saved, _ = self.list_saved()
-        gone = [entry.name for entry in expired(saved, keep, damaged)]
-        for name, sizes in self.files().items():
-            if name in gone:  # from now on it is no checkpoint, even if deleting it is interrupted
-                self.bucket.delete([f"checkpoints/{name}/{MANIFEST}"])
-                del self._manifests[name]
-            if name in gone or MANIFEST not in sizes:
-                files = [file for file in sizes if file != MANIFEST]
-                self.bucket.delete([f"checkpoints/{name}/{file}" for file in files])
-
-    def record_early(self, state: RunState) -> None:
-        assert self._run_dir is not None
-        if not self._movable() and not has_files(self._run_dir):
-            self.write_state(state)
+        self.bucket.delete([f"checkpoints/{name}/{DRAFT}"])
 
     def record_start(self, state: RunState, *, fresh: bool) -> None:
-        """Record a start, and if `fresh` move the files of earlier runs here and on this disk."""
-        assert self._run_dir is not None
-        is_stored = len(self._movable()) > 0
-        if fresh and is_stored and self.url.startswith("az:"):  # which copies after it has answered
+        if fresh and movable(self.bucket) and self.bucket.url.startswith("az:"):
+            # It copies after it has answered.
             raise ConfigError(
-                f"run_name: {self.url} has files of an earlier run; choose another run_name"
+                f"run_name: {self.bucket.url} has files of an earlier run; choose another run_name"
             )
-        if fresh and (is_stored or has_files(self._run_dir)):
-            aside = time.strftime(ASIDE)
-            if STATE in self.bucket.sizes():
-                self.bucket.copy([STATE], f"{aside}/")
-            url, _, name = (state.resumed_from or "").rpartition("/")
-            if url == str(self):
-                state = state.replace(resumed_from=f"{self.url}/{aside}/checkpoints/{name}")
-            state = state.replace(moving_to=aside)
-        self.write_state(state)
-        self._finish_move()
-
-    def _finish_move(self) -> None:
-        """Move aside what the state in the bucket says, also after a kill; see `finish_move`."""
-        assert self._run_dir is not None
-        state = self.read_state()
-        if state.moving_to is None:
-            return
-        old = self._movable()
-        if old:
-            self.bucket.copy(old, f"{state.moving_to}/")
-            self.bucket.delete(old)
-        write_state(self._run_dir, state)  # the machine that has begun may be another one
-        finish_move(self._run_dir)
-        self.write_state(state.replace(moving_to=None))
-
-    def _movable(self) -> list[str]:
-        stays = ("before-", "lease/", STATE)
-        return [path for path in self.bucket.sizes() if not path.startswith(stays)]
+        super().record_start(state, fresh=fresh)
 
     def _put_run_files(self) -> None:
         assert self._run_dir is not None

@@ -5,31 +5,69 @@ from __future__ import annotations
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.checkpoint.location import ClusterLocation, DirectoryLocation, Location, PlainLocation
-from lm.checkpoint.manifest import (
-    DRAFT,
-    MANIFEST,
-    PARTS,
-    CheckpointError,
-    Manifest,
-    read_manifest,
-)
-from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
+from lm.checkpoint.location import Location, parse_location
+from lm.checkpoint.manifest import PARTS, CheckpointError, Manifest
 from lm.errors import ConfigError
-from lm.runtime.run_state import RunState, begin_run, has_files, read_state, write_state
-from lm.storage.folder import discard, scratch, settle
+from lm.runtime.run_state import RunState, begin_run, movable, read_state, write_state
+from lm.storage.folder import DRAFT, MANIFEST, settle
 from lm.storage.lock import is_held, require_held
+from lm.storage.place import Directory, Place
 
 if TYPE_CHECKING:
     from determined import core
 
     from lm.runtime.world import World
+
+
+class SavedCheckpoint(NamedTuple):
+    """A complete checkpoint, as retention sees it."""
+
+    time: float
+    name: str
+    validation_loss: float | None
+    validation_data: str = ""
+    """fingerprint of the data of `validation_loss`"""
+
+
+def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+    """Return the one of `saved` with the lowest validation loss, the newest of equals.
+
+    Only those that were validated on the same data as the newest of all are compared.
+    """
+    data = max(saved).validation_data if saved else ""
+    evaluated = [
+        entry
+        for entry in saved
+        if entry.validation_loss is not None and entry.validation_data == data
+    ]
+    return min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
+
+
+def expired(
+    saved: Sequence[SavedCheckpoint], keep: int | None, damaged: Collection[str] = ()
+) -> list[SavedCheckpoint]:
+    """Return all of `saved` except the `keep` newest and the best; an empty list if `keep` is None.
+
+    Those named in `damaged` are neither counted nor returned.
+    """
+    if keep is None:
+        return []
+    saved = [entry for entry in saved if entry.name not in damaged]
+    best = find_best(saved)
+    return [entry for entry in sorted(saved)[:-keep] if entry is not best]
+
+
+def saved_checkpoint(name: str, manifest: Manifest) -> SavedCheckpoint:
+    """Return what retention knows of the checkpoint `name`."""
+    return SavedCheckpoint(
+        manifest.time, name, manifest.validation_loss, manifest.data["validation"]
+    )
 
 
 @dataclass
@@ -63,9 +101,9 @@ class CheckpointStore(ABC):
         Files are checked by size only; `verify` compares checksums.
         """
 
-    def read_state(self) -> RunState | None:
-        """Return what the run started from; None on a cluster, where the platform knows."""
-        return None
+    def read_state(self) -> RunState:
+        """Return what the run started from; on a cluster, the platform knows."""
+        return RunState()
 
     @abstractmethod
     def was_committed(self) -> bool:
@@ -109,7 +147,6 @@ class CheckpointStore(ABC):
 
     def read_manifest(self, location: Location) -> Manifest:
         """Return the manifest of the checkpoint at `location`; not all of its files are checked."""
-        assert isinstance(location, PlainLocation)
         return location.read_manifest()
 
     def open(
@@ -119,13 +156,15 @@ class CheckpointStore(ABC):
 
         If it is not downloaded, files can be missing.
         """
-        assert isinstance(location, PlainLocation)
         return location.open(world, self.transfers, parts)
 
     # Save
 
     def require_lock(self) -> None:  # noqa: B027
         """Raise InUseError if another run writes here, too."""
+
+    def before_manifest(self, name: str) -> None:  # noqa: B027
+        """Prepare for the manifest of the checkpoint `name`, whose other files are all there."""
 
     def remove_failed(self, path: Path) -> None:
         """Remove what a failed save has written to `path`, if all ranks share it."""
@@ -170,34 +209,95 @@ class CheckpointStore(ABC):
 
 
 class RunCheckpoints(CheckpointStore):
-    """The checkpoints of a run off the cluster, whose `state.json` says if it ever had one.
+    """The checkpoints of a run off the cluster, in its directory or its bucket.
 
-    It says so after a manifest is written, or when a run resumes from what a kill in between left.
+    `state.json` names the first one before that has a manifest: without one left, the run has lost
+    its checkpoints, or was killed while it saved the first one, which is then still a draft.
+
+    Args:
+        place: where the run is.
+        folder: of the checkpoints, there.
     """
 
-    place: str
-    """of the checkpoints, as `state.json` names it"""
+    def __init__(self, place: Place, folder: str = "checkpoints") -> None:
+        self.place = place
+        self.places: list[Place] = [place]
+        """and the directory on this machine of a run in a bucket"""
+        self._folder = folder
 
-    @abstractmethod
-    def has_manifest(self) -> bool:
-        """Return whether there is a checkpoint that was complete."""
+    def __str__(self) -> str:
+        return f"{self.place}/{self._folder}"
 
-    @abstractmethod
+    def locate(self, name: str) -> Location:
+        return parse_location(f"{self}/{name}")
+
+    def list_saved(
+        self, parts: Collection[str] = PARTS
+    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
+        saved: list[SavedCheckpoint] = []
+        incomplete: dict[Location, CheckpointError] = {}
+        for name in sorted(self.folders()):
+            location = self.locate(name)
+            try:
+                saved.append(saved_checkpoint(name, location.read_manifest(parts)))
+            except CheckpointError as error:
+                incomplete[location] = error
+        return sorted(saved), incomplete
+
+    def folders(self) -> dict[str, set[str]]:
+        """Return the names of the files of each checkpoint, complete or not."""
+        return self.place.folders(self._folder)
+
+    def find_drafts(self) -> list[str]:
+        """Return the names of checkpoints that are being saved, or whose save was killed."""
+        folders = self.folders().items()
+        return [name for name, files in folders if not files or _is_draft(files)]
+
     def read_state(self) -> RunState:
-        """Return what the run started from."""
-
-    @abstractmethod
-    def write_state(self, state: RunState) -> None:
-        """Replace what `read_state` returns."""
+        return read_state(self.places)
 
     def was_committed(self) -> bool:
-        return self.has_manifest() or self.read_state().had_checkpoint_at == self.place
+        folders = self.folders()
+        if any(MANIFEST in files for files in folders.values()):
+            return True
+        where, _, name = (self.read_state().first_checkpoint or "").rpartition("/")
+        return where == self._mark and not _is_draft(folders.get(name, set()))
 
-    def add(self, location: Location, manifest: Manifest) -> None:  # noqa: ARG002
-        state = self.read_state()
-        is_ours = location == self.locate(location.name)
-        if is_ours and state.had_checkpoint_at != self.place:
-            self.write_state(state.replace(had_checkpoint_at=self.place))
+    @property
+    def _mark(self) -> str:
+        """Return where the checkpoints are, as the state says it: users may rename a directory."""
+        if isinstance(self.place, Directory):
+            return self._folder
+        return str(self)
+
+    def mark_first(self, name: str | None) -> None:
+        """Let the state name the first checkpoint, which now gets its manifest; None = none."""
+        first = None if name is None else f"{self._mark}/{name}"
+        write_state(self.places, self.read_state().replace(first_checkpoint=first))
+
+    def before_manifest(self, name: str) -> None:
+        self.require_lock()
+        if not self.was_committed():
+            self.mark_first(name)
+
+    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        gone = self.find_drafts()  # this run, which has the lock, is not saving
+        if keep is not None:  # else there may be thousands
+            saved, _ = self.list_saved()
+            gone += [entry.name for entry in expired(saved, keep, damaged)]
+        for name in gone:
+            self.place.delete_folder(f"{self._folder}/{name}")
+
+    def record_early(self, state: RunState) -> None:
+        if not any(movable(place) for place in self.places):
+            write_state(self.places, state)
+
+    def record_start(self, state: RunState, *, fresh: bool) -> None:
+        begin_run(self.places, state, fresh=fresh)
+
+
+def _is_draft(files: Collection[str]) -> bool:
+    return DRAFT in files and MANIFEST not in files
 
 
 class LocalCheckpoints(RunCheckpoints):
@@ -207,53 +307,26 @@ class LocalCheckpoints(RunCheckpoints):
         context: Core API's, to save; None = only to read.
     """
 
-    place = "checkpoints"
-
     def __init__(self, path: Path, context: core.CheckpointContext | None = None) -> None:
+        super().__init__(Directory(path.parent), path.name)
         self.path = path
         self.transfers = path
+        self._lock = path.parent / "lock"
         self._context = context
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def locate(self, name: str) -> DirectoryLocation:
-        return DirectoryLocation(str((self.path / name).absolute()))
-
-    def list_saved(
-        self, parts: Collection[str] = PARTS
-    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
-        if self.path.is_symlink():
-            raise CheckpointError(f"{self.path}: is a symbolic link, which is not followed")
-        saved: list[SavedCheckpoint] = []
-        incomplete: dict[Location, CheckpointError] = {}
-        if not self.path.is_dir():
-            return saved, incomplete
-        for path in sorted(self.path.iterdir()):
-            if path.is_dir() and not path.name.startswith("."):
-                location = self.locate(path.name)
-                try:
-                    saved.append(saved_checkpoint(path.name, location.read_manifest(parts)))
-                except CheckpointError as error:
-                    incomplete[location] = error
-        return sorted(saved), incomplete
 
     def is_in_use(self) -> bool:
         with suppress(OSError):  # another user's
-            return is_held(self.path.parent / "lock")
+            return is_held(self._lock)
         return False
 
-    def read_state(self) -> RunState:
-        return read_state(self.path.parent)
-
-    def write_state(self, state: RunState) -> None:
-        write_state(self.path.parent, state)
-
-    def has_manifest(self) -> bool:
-        return any(self.path.glob(f"[!.]*/{MANIFEST}"))
-
     def require_lock(self) -> None:
-        require_held(self.path.parent / "lock")
+        require_held(self._lock)
+
+    def remove_failed(self, path: Path) -> None:
+        super().remove_failed(path)
+        with suppress(OSError):  # the disk fails
+            if self.read_state().first_checkpoint == f"{self._mark}/{path.name}":
+                self.mark_first(None)
 
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002
@@ -262,104 +335,5 @@ class LocalCheckpoints(RunCheckpoints):
             yield NewCheckpoint(path, name)
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        saved: list[SavedCheckpoint] = []
-        if keep is not None:  # else there may be thousands
-            saved, _ = self.list_saved()
-        for entry in expired(saved, keep, damaged):
-            discard(self.path / entry.name)
-        # This run, which has the lock, is not saving.
-        for path in list(self.path.glob("[!.]*/")):
-            is_draft = (path / DRAFT).exists() or not any(path.iterdir())
-            if is_draft and not path.is_symlink():
-                discard(path)
+        super().prune(keep, damaged)
         settle(self.path)
-
-    def record_early(self, state: RunState) -> None:
-        if not has_files(self.path.parent):
-            self.write_state(state)
-
-    def record_start(self, state: RunState, *, fresh: bool) -> None:
-        begin_run(self.path.parent, state, fresh=fresh)
-
-
-class ClusterCheckpoints(CheckpointStore):
-    """The checkpoints of a trial, through Core API's checkpoint context, which reports them.
-
-    Their names are UUIDs. Only those that this process saved and the one that it resumed from are
-    counted.
-
-    Args:
-        latest: checkpoint from which the platform resumes, or forks, the trial.
-        writes_in_place: the storage is a file system, to which ranks write without an upload.
-    """
-
-    shows_completion = False
-
-    def __init__(
-        self, context: core.CheckpointContext, latest: str | None, *, writes_in_place: bool
-    ) -> None:
-        self.writes_in_place = writes_in_place
-        self._context = context
-        self._latest = latest
-        self._saved: list[SavedCheckpoint] = []
-
-    def locate(self, name: str) -> Location:
-        return ClusterLocation(name)
-
-    def is_name(self, where: str) -> bool:
-        return "/" not in where
-
-    def list_saved(
-        self,
-        parts: Collection[str] = PARTS,  # noqa: ARG002
-    ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
-        return sorted(self._saved), {}
-
-    def was_committed(self) -> bool:
-        return bool(self._saved)
-
-    def find_candidates(self, parts: Collection[str], remedy: str) -> list[Location]:  # noqa: ARG002
-        return [ClusterLocation(self._latest)] if self._latest else []
-
-    def read_manifest(self, location: Location) -> Manifest:
-        if not isinstance(location, ClusterLocation):
-            return super().read_manifest(location)
-        from determined.core import DownloadMode
-
-        mode = DownloadMode.NoSharedDownload
-        with self._context.restore_path(
-            location.name, mode, selector=lambda name: name == MANIFEST
-        ) as path:
-            return read_manifest(path)
-
-    def open(
-        self, location: Location, world: World, parts: Collection[str]
-    ) -> AbstractContextManager[Path]:
-        if isinstance(location, ClusterLocation):
-            return self._context.restore_path(location.name)
-        return super().open(location, world, parts)
-
-    @contextmanager
-    def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002
-        if self.writes_in_place:
-            with self._context.store_path(dict(metadata), shard=True) as (path, name):
-                yield NewCheckpoint(path, name)
-            return
-        # `store_path` would report the checkpoint before all ranks have uploaded their files.
-        with scratch(None) as directory:
-            new = NewCheckpoint(Path(directory))
-            yield new
-            # Without a selector, directories on two nodes with equal device and inode are taken
-            # for the same one.
-            new.name = self._context.upload(
-                directory, dict(metadata), shard=True, selector=lambda _: True
-            )
-
-    def add(self, location: Location, manifest: Manifest) -> None:
-        if isinstance(location, ClusterLocation):
-            self._saved.append(saved_checkpoint(location.name, manifest))
-
-    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        for entry in expired(self._saved, keep, damaged):
-            self._context.delete(entry.name)
-            self._saved.remove(entry)

@@ -18,7 +18,6 @@ from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.headers import read_headers
 from lm.checkpoint.layout import lora_config, model_of
 from lm.checkpoint.locate import find_checkpoint, locate_checkpoint
-from lm.checkpoint.location import DirectoryLocation
 from lm.checkpoint.manifest import (
     MANIFEST,
     WEIGHTS,
@@ -107,7 +106,7 @@ def fingerprint_weights(source: str) -> str:
     else:
         with error_prefix("init_from"):
             location = locate_checkpoint(source)
-        if not isinstance(location, DirectoryLocation):
+        if location.path is None:
             return str(location)
         files = _weight_records(read_manifest(location.path))
     records = {name: entry.model_dump() for name, entry in files.items()}

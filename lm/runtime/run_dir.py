@@ -40,6 +40,7 @@ from lm.fileio import open_regular, print_once, replace_durably, sync_directory
 from lm.runtime.run_state import STATE, finish_move, read_state
 from lm.storage.folder import scratch
 from lm.storage.lock import hold_until_exit, holds, read_holder
+from lm.storage.place import Directory
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -133,8 +134,9 @@ class RunDir:
                 remedy = f"in {RUNS.absolute()} rename what no run has written, or {remedy}"
             problem = f"{self.path}: cannot be created and locked ({cause})"
             raise ConfigError(f"{problem}; {remedy}") from None
-        finish_move(self.path)
-        if read_state(self.path).had_checkpoint_at:  # the file system has shown that it can save
+        place = [Directory(self.path)]
+        finish_move(place)
+        if read_state(place).first_checkpoint:  # the file system has shown that it can save
             return
         try:
             _try_to_save(self.checkpoints)

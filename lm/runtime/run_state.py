@@ -1,19 +1,25 @@
 """What a run off the cluster started from, and whether it ever had a checkpoint: `state.json`.
 
-It is written before a run's first step and after its first checkpoint, so that a run that is killed
-at any moment neither forgets its start nor starts again at step 0 after its checkpoints are lost.
+It is written before a run's first step, and before the manifest of its first checkpoint, so that a
+run that is killed at any moment neither forgets its start nor starts again at step 0 after its
+checkpoints are lost.
+
+A run in a bucket has it there and in its directory on this machine: the functions get both places,
+of which the first counts that has it.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.errors import MAX_LINE, ConfigError, RunError
-from lm.fileio import describe_invalid, parse_json, read_bytes, replace_durably, sync_directory
+from lm.fileio import describe_invalid, parse_json
+from lm.storage.place import Place
 
 STATE = "state.json"
 """File of a run's directory or URL."""
@@ -41,9 +47,9 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
     init_from: str | None = Field(
         default=None, description="the hyperparameter: its initial weights"
     )
-    had_checkpoint_at: str | None = Field(
+    first_checkpoint: str | None = Field(
         default=None,
-        description="where it had a complete one: `checkpoints` of its directory, or a URL",
+        description="its first one, unless that has no manifest: `checkpoints/NAME`, or a URL",
     )
     moving_to: str | None = Field(
         default=None,
@@ -51,50 +57,45 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
         description="directory to which files of earlier runs are being moved",
     )
 
-    def replace(self, **changes: str | bool | None) -> RunState:
+    def replace(self, **changes: str | None) -> RunState:
         """Return a copy with `changes`."""
         return self.model_copy(update=changes)
 
 
-def parse_state(path: Path | str, content: bytes) -> RunState:
-    """Return the state whose file at `path` has this content.
-
-    Raises:
-        ConfigError: it is not valid.
-    """
-    try:
-        return RunState.model_validate(parse_json(content))
-    except ValidationError as error:
-        problem = describe_invalid(error)
-    except ValueError as error:
-        problem = str(error)
-    raise ConfigError(f"{path}: damaged: {problem}; move it out of the run's directory")
-
-
-def read_state(run_dir: Path) -> RunState:
-    """Return the state of the run in `run_dir`: the default of one that has not started.
+def read_state(places: Sequence[Place]) -> RunState:
+    """Return the state of a run: the default of one that has not started.
 
     Raises:
         ConfigError: the file is not a regular one, or damaged.
     """
-    path = run_dir / STATE
-    try:
-        content = read_bytes(path, 10 * MAX_LINE)
-    except FileNotFoundError:
-        return RunState()
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-        raise ConfigError(f"{path}: {problem}; move it out of the run's directory") from None
-    return parse_state(path, content)
+    for place in places:
+        try:
+            return RunState.model_validate(parse_json(place.read(STATE, 10 * MAX_LINE)))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        except ValidationError as error:
+            problem = f"damaged: {describe_invalid(error)}"
+        except ValueError as error:
+            problem = f"damaged: {error}"
+        raise ConfigError(f"{place}/{STATE}: {problem}; move it out of the run's directory")
+    return RunState()
 
 
-def write_state(run_dir: Path, state: RunState) -> None:
-    """Write the state of the run in `run_dir`, durably."""
-    replace_durably(run_dir / STATE, f"{state.model_dump_json(indent=1)}\n".encode())
-    sync_directory(run_dir)
+def write_state(places: Sequence[Place], state: RunState) -> None:
+    """Write the state of a run, durably, last where it counts."""
+    content = f"{state.model_dump_json(indent=1)}\n".encode()
+    for place in reversed(places):
+        place.write(STATE, content)
 
 
-def begin_run(run_dir: Path, state: RunState, *, fresh: bool) -> None:
+def movable(place: Place) -> set[str]:
+    """Return the names of what a run has written, which a new start moves aside."""
+    return {name for name in place.names() if not _STAYS.fullmatch(name)}
+
+
+def begin_run(places: Sequence[Place], state: RunState, *, fresh: bool) -> None:
     """Record a start that is none of the run before, and if `fresh` move the files of that aside.
 
     A checkpoint of that run from which this one resumes is moved, too: the state names where to.
@@ -102,48 +103,32 @@ def begin_run(run_dir: Path, state: RunState, *, fresh: bool) -> None:
     Raises:
         RunError: a file cannot be moved.
     """
-    if fresh and has_files(run_dir):
-        aside = run_dir / time.strftime(ASIDE)
-        while aside.exists():  # two starts within one second
-            aside = aside.with_name(f"{aside.name}-again")
-        aside.mkdir(mode=0o775)
-        if (run_dir / STATE).exists():
-            write_state(aside, read_state(run_dir))
-        resumed_from = Path(state.resumed_from or "")
-        if resumed_from.parent.resolve() == (run_dir / "checkpoints").resolve():
-            moved = aside.absolute() / "checkpoints" / resumed_from.name
-            state = state.replace(resumed_from=str(moved))
-        state = state.replace(moving_to=aside.name)
-    write_state(run_dir, state)
-    finish_move(run_dir)
+    if fresh and any(movable(place) for place in places):
+        aside = time.strftime(ASIDE)
+        while any(aside in place.names() for place in places):  # two starts within one second
+            aside += "-again"
+        with suppress(FileNotFoundError):
+            places[0].write(f"{aside}/{STATE}", places[0].read(STATE))
+        run, _, name = (state.resumed_from or "").rpartition("/checkpoints/")
+        if run and places[0].is_at(run):
+            state = state.replace(resumed_from=f"{run}/{aside}/checkpoints/{name}")
+        state = state.replace(moving_to=aside)
+    write_state(places, state)
+    finish_move(places)
 
 
-def finish_move(run_dir: Path) -> None:
+def finish_move(places: Sequence[Place]) -> None:
     """Move aside what the state says, also after a kill of the process that has begun it.
 
     Raises:
         RunError: a file cannot be moved.
     """
-    state = read_state(run_dir)
+    state = read_state(places)
     if state.moving_to is None:
         return
-    aside = run_dir / state.moving_to
     try:
-        aside.mkdir(mode=0o775, exist_ok=True)
-        for path in _movable(run_dir):
-            if not (aside / path.name).exists():  # or else it is a new directory
-                path.rename(aside / path.name)
-        for name in ("checkpoints", "traces"):
-            (run_dir / name).mkdir(mode=0o775, exist_ok=True)
-        write_state(run_dir, state.replace(moving_to=None))
+        for place in places:
+            place.move(movable(place), state.moving_to)
     except OSError as error:
         raise RunError(f"{error.filename}: cannot be moved ({error.strerror})") from None
-
-
-def has_files(run_dir: Path) -> bool:
-    """Return whether a run has written files to `run_dir` that a new start moves aside."""
-    return any(not path.is_dir() or any(path.iterdir()) for path in _movable(run_dir))
-
-
-def _movable(run_dir: Path) -> list[Path]:
-    return [path for path in run_dir.iterdir() if not _STAYS.fullmatch(path.name)]
+    write_state(places, state.replace(moving_to=None))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm.errors import ConfigError, RunError
+from lm.fileio import MAX_JSON_BYTES
+from lm.storage.folder import DRAFT, MANIFEST
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -91,16 +94,45 @@ class Bucket:
         problem = f"{self.url}: access denied ({reason})"
         return ConfigError(f"{problem}; {_REMEDIES[self._scheme]}, and check their permissions")
 
+    def __str__(self) -> str:
+        return self.url
+
+    def is_at(self, where: str) -> bool:
+        """Return whether this is what is at the URL `where`."""
+        return where == self.url
+
+    def names(self) -> set[str]:
+        """Return the names of the files and folders."""
+        return {path.partition("/")[0] for path in self.sizes()}
+
+    def folders(self, path: str) -> dict[str, set[str]]:
+        """Return the names of the files of each folder in the folder `path`."""
+        found: dict[str, set[str]] = {}
+        for file in self.sizes(path):
+            folder, _, name = file.partition("/")
+            if not folder.startswith("."):
+                found.setdefault(folder, set()).add(name)
+        return found
+
     def sizes(self, path: str = "") -> dict[str, int]:
         """Return the sizes of the files under `path`, by their paths relative to it."""
         with self._errors("list"):
             found = self._store.list(path or None).collect()
         return {file["path"].removeprefix(f"{path}/"): file["size"] for file in found}
 
-    def read(self, path: str) -> bytes:
-        """Return the content of a file; raise FileNotFoundError if it does not exist."""
+    def read(self, path: str, limit: int = MAX_JSON_BYTES) -> bytes:
+        """Return the content of a file of at most `limit` bytes.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            OSError: it is larger.
+        """
         with self._errors("get"):
-            return bytes(self._store.get(path).bytes())
+            found = self._store.get(path)
+            size = found.meta["size"]
+            if size <= limit:
+                return bytes(found.bytes())
+        raise OSError(errno.EFBIG, f"{size:,} bytes, but at most {limit:,} are read", path)
 
     def write(self, path: str, content: bytes) -> None:
         """Create or replace a file."""
@@ -144,6 +176,23 @@ class Bucket:
             self._store.copy(path, f"{target}{path}")
 
         self._transfer("copy", copy, paths)
+
+    def delete_folder(self, path: str) -> None:
+        """Delete a folder; from the first moment on, it is a draft."""
+        draft = f"{path}/{DRAFT}"
+        self.write(draft, b"")
+        files = {f"{path}/{name}" for name in self.sizes(path)} - {draft}
+        manifest = files & {f"{path}/{MANIFEST}"}
+        for paths in (manifest, files - manifest, {draft}):
+            if paths:
+                self.delete(list(paths))
+
+    def move(self, names: Collection[str], aside: str) -> None:
+        """Move files and folders to the folder `aside`."""
+        paths = [path for path in self.sizes() if path.partition("/")[0] in names]
+        if paths:
+            self.copy(paths, f"{aside}/")
+            self.delete(paths)
 
     def _transfer(self, action: str, transfer: Callable[[str], None], paths: Iterable[str]) -> None:
         with ThreadPoolExecutor(MAX_TRANSFERS) as pool, self._errors(action):

@@ -44,6 +44,8 @@ from lm.fileio import (
 from lm.storage.lock import GRACE_SECONDS, hold
 
 MANIFEST = "manifest.json"
+DRAFT = f"{MANIFEST}.draft"
+"""File in a folder at its place that is not complete yet: it becomes the manifest."""
 IDLE_SECONDS = 86400.0
 """After so long without a write, a draft of another machine is one of a killed process."""
 _IDLE_SECONDS = 600.0
@@ -195,15 +197,13 @@ def drafted(
     Raises:
         RunError: the disk is full.
     """
+    require_space(path.parent, n_bytes, "free space, or use another disk")
     draft = _new_draft(path)
     if made_from is None or not _continue(path, draft, made_from):
         draft.mkdir()
     try:
         if made_from is not None:
             write_durably(draft / _MADE_FROM, json.dumps(made_from).encode())
-        free = shutil.disk_usage(draft).free
-        if free < n_bytes:
-            raise RunError(f"{path}: disk full: {n_bytes:,} bytes are needed, {free:,} are free")
         yield draft
         (draft / _MADE_FROM).unlink(missing_ok=True)
         _flush(draft)
@@ -234,6 +234,14 @@ def _continue(path: Path, draft: Path, made_from: Mapping[str, Any]) -> bool:
             return True
     shutil.rmtree(unfinished, ignore_errors=True)
     return False
+
+
+def require_space(directory: Path, needed: int, remedy: str) -> None:
+    """Raise RunError unless the disk of `directory` has `needed` bytes free."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        space = f"{needed:,} bytes are needed, {free:,} are free"
+        raise RunError(f"{directory}: disk full: {space}; {remedy}")
 
 
 def _flush(folder: Path) -> None:

@@ -40,12 +40,8 @@ def _last_entry(bucket: Bucket) -> Entry:
     sizes = bucket.sizes("lease")
     numbers = [int(name) for name in sizes if name.isdecimal()]
     last = Entry(number=max(numbers, default=0))
-    name = f"{last.number:06}"
-    if sizes.get(name, 0) > MAX_BYTES:
-        return last
-    # It may be replaced meanwhile, or not be a lease.
-    with suppress(FileNotFoundError, ValueError, TypeError):
-        fields = parse_json(bucket.read(f"lease/{name}"))
+    with suppress(OSError, ValueError, TypeError):  # it may be deleted meanwhile, or be no lease
+        fields = parse_json(bucket.read(f"lease/{last.number:06}", MAX_BYTES))
         return Entry.model_validate({**fields, "number": last.number})
     return last
 

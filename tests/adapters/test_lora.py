@@ -18,7 +18,7 @@ from fsdp import build_model
 from lm import generate
 from lm.checkpoint.contents import load_weights
 from lm.checkpoint.headers import read_headers
-from lm.checkpoint.location import DirectoryLocation
+from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.tokenizer.loading import load_tokenizer
@@ -535,7 +535,7 @@ def test_lora_refuses_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
         with open_checkpointer(world, tmp_path) as saver:
             state = state_of(toy_model(1.0))
             saved = tmp_path / save_state(saver, state, 1)
-            plan = ResumePlan(init_candidates=(DirectoryLocation(str(saved)),))
+            plan = ResumePlan(init_candidates=(Location(str(saved)),))
             info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
             load_checkpoint(plan, saver, state, info, print)
 

@@ -22,7 +22,7 @@ from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.locate import locate_checkpoint
-from lm.checkpoint.location import DirectoryLocation
+from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
@@ -430,9 +430,7 @@ def test_load_lists_every_tensor_that_differs(tmp_path: Path) -> None:
             name = save_toy(checkpointer, world, 1)
             for tensors, expected in ((other, of_other), (fewer, ["model.head.norm.weight"])):
                 with pytest.raises(ConfigError) as refused:
-                    load_state(
-                        checkpointer, DirectoryLocation(str(tmp_path / name)), {"model": tensors}
-                    )
+                    load_state(checkpointer, Location(str(tmp_path / name)), {"model": tensors})
                 differ = [re.split("[ :]", line)[0] for line in refused.value.problems[1:]]
                 assert differ == expected
                 assert all(bool((tensor == -1).all()) for tensor in tensors.values())
@@ -452,7 +450,7 @@ def test_checkpoint_list_says_what_is_complete_or_why_not(
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines.keys() == {first.name, second.name, third.name}
     assert re.search(f"not complete: {first}/{SHARDS[0]}: has .* bytes", lines[first.name])
-    assert re.search(f"not complete: {second}: .*{MANIFEST}: No such file", lines[second.name])
+    assert re.search(f"not complete: {second}: .*{MANIFEST}: missing", lines[second.name])
     manifest = read_manifest(third)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     assert lines[third.name].startswith(f"{third.name}  step 6  {when}  369.0 KiB  ")

@@ -184,7 +184,7 @@ DAMAGED: dict[str, tuple[Forge, str]] = {
     "columns": (moved(WEIGHTS_FILE, TENSOR, [0, 1]), "damaged header: embedding"),
     "fewer rows": (
         entry(WEIGHTS_FILE, TENSOR, shape=[150, 32], data_offsets=[0, HALF]),
-        "damaged header: tensors overlap, or have bytes between them",
+        "damaged header: invalid offset for tensor",
     ),
     "another shape": (
         entry(WEIGHTS_FILE, TENSOR, shape=[150, 64]),
@@ -298,13 +298,14 @@ def test_list_and_verify_say_what_weights_without_an_optimizer_are_good_for(
     for command in (["list", str(run)], ["verify", str(run)], ["verify", str(saved)]):
         capsys.readouterr()
         assert main(command) == 1
-        (line,) = capsys.readouterr().out.splitlines()
-        assert line.startswith("saved  step 0 ")
-        assert "good for all but resume" in line
-        assert line.endswith(f"{saved / OPTIM_SHARDS[0]}: missing")
+        printed = "".join(capsys.readouterr())
+        assert f"{saved / OPTIM_SHARDS[0]}: missing" in printed
+        assert f"init_from={saved} " in printed
     (saved / WEIGHTS_FILE).unlink()
     assert main(["verify", str(run)]) == 1
-    assert capsys.readouterr().out.startswith("saved  not complete: ")
+    printed = capsys.readouterr().out
+    assert printed.startswith("saved  not complete: ")
+    assert "init_from" not in printed
 
 
 @pytest.mark.parametrize("change", [{"n_layers": 1}, {"d_ff": 64}])
@@ -313,14 +314,6 @@ def test_weights_of_another_model_than_the_manifests_are_refused(
 ) -> None:
     of_model(**change)(saved)
     with pytest.raises(ConfigError, match=r"differ from the model's:\nmodel\.blocks\."):
-        load(saved)
-
-
-def test_manifest_without_tensors_is_compared_with_the_model(saved: Path) -> None:
-    seal(saved, tensors=None)  # as earlier versions wrote them
-    load(saved)
-    rename(WEIGHTS_FILE, TENSOR, "x")(saved)
-    with pytest.raises(ConfigError, match=f"model.{TENSOR} is missing in the files"):
         load(saved)
 
 

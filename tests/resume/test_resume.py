@@ -451,7 +451,7 @@ def test_weights_without_an_optimizer_start_another_run(two_steps: Path, tmp_pat
     (state,) = checkpoint.glob("optim-*")
     state.unlink()
     for resume in ("auto", checkpoint, tmp_path / "runs" / "test"):
-        refused = run_fsdp(tmp_path, "max_steps=3", f"resume={resume}", code=2)
+        refused = run_fsdp(tmp_path, "max_steps=3", f"resume={resume}", code=1)
         assert f"{state.name}: missing" in refused.stderr
         assert f"init_from={checkpoint} " in refused.stderr
     run_fsdp(tmp_path, "max_steps=1", f"init_from={checkpoint}", "run_name=another", code=0)

@@ -18,9 +18,9 @@ from determined.common import storage
 from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.cluster import ClusterCheckpoints
 from lm.checkpoint.location import ClusterLocation
 from lm.checkpoint.manifest import CheckpointError
-from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
 from tests.support.checkpoints import OPTIM_SHARDS, SHARDS, load_state, save_toy, toy_model

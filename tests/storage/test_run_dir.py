@@ -354,10 +354,7 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     assert sorted(moved) == ["0", "1"]
     for lr, path in moved.items():
         files = {"config.yaml", "metrics.jsonl", "sessions.jsonl", "fifo", "link", "state.json"}
-        assert {each.name for each in path.iterdir()} - {"training", "validation"} == {
-            "checkpoints",
-            "traces",
-        } | files
+        assert {each.name for each in path.iterdir()} == files | {"checkpoints"}
         assert f"lr: {lr}\n" in (path / "config.yaml").read_text()
         assert (path / "checkpoints" / f"of-{lr}").is_dir()
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from lm.checkpoint import checkpointer as checkpointer_module
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.cluster import ClusterCheckpoints
 from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
     MANIFEST,
@@ -28,15 +29,15 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.object_storage import BucketCheckpoints
-from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
+from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.checkpoint.tensor_files import State
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
-from lm.runtime import run_state
 from lm.runtime.run_state import RunState, finish_move
 from lm.runtime.world import World
 from lm.storage.bucket import Bucket
+from lm.storage.place import Directory
 from tests.support.checkpoints import OPTIM_SHARDS, RUN_INFO, load_state, save_toy, toy_model
 from tests.support.ranks import in_world
 
@@ -272,13 +273,15 @@ def test_store_with_weights_only_is_a_start_and_no_resume(kind: str, place: Path
                 (place / "checkpoints" / name / OPTIM_SHARDS[0]).unlink()
             else:
                 remove(store, name, OPTIM_SHARDS[0])
-                with pytest.raises(ConfigError, match=f"init_from={store.locate(name)} ") as lost:
+                with pytest.raises(
+                    CheckpointError, match=f"init_from={store.locate(name)} "
+                ) as lost:
                     plan_resume("auto", None, store, restarted={})
                 assert f"{OPTIM_SHARDS[0]}: missing" in str(lost.value)
             location = store.locate(name)
             model = toy_model(-1)
             state = {"model": model.state_dict(), "optim": {}}
-            with pytest.raises(ConfigError, match=f"init_from={location} ") as lost:
+            with pytest.raises(CheckpointError, match=f"init_from={location} ") as lost:
                 load(checkpointer, ResumePlan((location,)), state, RUN_INFO)
             assert f"{OPTIM_SHARDS[0]}: missing" in str(lost.value)
             assert is_filled_with(model, -1)
@@ -369,8 +372,6 @@ def test_store_whose_first_save_was_killed_starts_anew(
             plan = plan_resume("auto", None, store, restarted={})
             assert len(plan.resume_candidates) == (moment == "after")
             if moment == "after":
-                state = {"model": toy_model(-1).state_dict(), "scaler": {}, "spikes": {}}
-                load_checkpoint(plan, checkpointer, state, RUN_INFO, lambda _: None)
                 delete_all(store)
                 with pytest.raises(ConfigError, match="resume=fresh"):
                     plan_resume("auto", None, store, restarted={})
@@ -472,7 +473,7 @@ def test_store_knows_the_start_whose_move_was_killed(
             with monkeypatch.context() as patch, suppress(Killed):
                 kill_after(n_done, patch)
                 store.record_start(RunState(resume=str(old), resumed_from=str(old)), fresh=True)
-        finish_move(place)  # as `RunDir.lock` does
+        finish_move([Directory(place)])  # as `RunDir.lock` does
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
             for resume in ("auto", str(old)):
@@ -500,7 +501,8 @@ def kill_after(n_done: int, patch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (Path, "mkdir"),
         (Path, "rename"),
-        (run_state, "replace_durably"),
+        (Directory, "write"),
+        (Bucket, "write"),
         (Bucket, "copy"),
         (Bucket, "upload"),
         (Bucket, "delete"),

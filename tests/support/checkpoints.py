@@ -20,6 +20,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import describe_state
 from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import (
+    FORMAT,
     MANIFEST,
     Manifest,
     RunInfo,
@@ -168,7 +169,7 @@ def write_checkpoint(folder: Path) -> Path:
         data={"train": "", "validation": ""},
         loss_scaled=False,
         trial_id=None,
-        format=2,
+        format=FORMAT,
         time=1.0,
         world_size=1,
         files={path.name: record(path) for path in folder.iterdir()},

@@ -14,7 +14,7 @@ from determined import core
 
 import fsdp
 from benchmarks.observer import StepObserver
-from lm.checkpoint.open_store import open_store
+from lm.checkpoint.cluster import open_store
 from lm.config.reading import read_hyperparameters
 from lm.determined.context import TorchDistributedContext
 from lm.hf import weights

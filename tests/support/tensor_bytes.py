@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import launch_command, make_environment
 from benchmarks.observer import StepObserver
-from lm.checkpoint.open_store import open_store
+from lm.checkpoint.cluster import open_store
 from lm.config.reading import read_hyperparameters
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
