@@ -19,7 +19,7 @@ from typing import Any
 
 MARK = "#bench "
 
-if __name__ == "__main__" and sys.argv[1] in ("ours", "load", "load-dcp"):
+if __name__ == "__main__" and sys.argv[1].startswith(("ours", "load", "save")):
     import fsdp  # noqa: F401  # sets up the environment before torch is imported
 
 import torch  # noqa: E402
@@ -241,33 +241,42 @@ def fine_tune_with_trl(world: World, hp: Hyperparameters, pacer: Pacer) -> None:
     trainer.train()
 
 
-def load(world: World, hp: Hyperparameters, pacer: Pacer, *, with_dcp: bool) -> None:
-    """Load weights and moments: as a run does, which compares checksums, or with PyTorch's DCP."""
+def use_checkpoints(
+    world: World, hp: Hyperparameters, pacer: Pacer, *, saves: bool, with_dcp: bool
+) -> None:
+    """Save or load weights and moments: as a run does, with checksums, or with PyTorch's DCP."""
     import torch.distributed.checkpoint as dcp
 
     import fsdp
     from lm.checkpoint.manifest import PARTS
 
-    class Loading(fsdp.Trainer):
-        """Saves the initial state, and loads it again and again."""
+    class Using(fsdp.Trainer):
+        """Saves the initial state, and saves or loads it again and again."""
 
         def train(self) -> None:
-            state = self.state()
-            of_dcp: dict[str, Any] = dict(state)
-            if with_dcp:
-                dcp.save(of_dcp, checkpoint_id="dcp")
-            else:
-                self.save(wait=True)
+            self.save_initial_state()
             while True:
                 pacer(0)
-                if with_dcp:
-                    dcp.load(of_dcp, checkpoint_id="dcp")
-                    continue
-                (location,) = self.store.find_candidates(PARTS, remedy="")
-                with self.checkpointer.open(location) as saved:
-                    saved.read_into(state)
+                if saves:
+                    self.save_initial_state()
+                else:
+                    self.load_newest()
 
-    fsdp.Trainer = Loading
+        def save_initial_state(self) -> None:
+            if with_dcp:
+                dcp.save(dict[str, Any](self.state()), checkpoint_id="dcp")
+            else:
+                self.save(wait=True)
+
+        def load_newest(self) -> None:
+            if with_dcp:
+                dcp.load(dict[str, Any](self.state()), checkpoint_id="dcp")
+                return
+            newest, *_ = self.store.find_candidates(PARTS, remedy="")
+            with self.checkpointer.open(newest) as saved:
+                saved.read_into(self.state())
+
+    fsdp.Trainer = Using
     train_ours(world, hp, pacer)
 
 
@@ -320,8 +329,10 @@ TRAINERS: dict[str, Callable[[World, Hyperparameters, Pacer], None]] = {
     "loop-ddp": partial(train_loop, distribute=replicate),
     "transformers": train_transformers,
     "trl": fine_tune_with_trl,
-    "load": partial(load, with_dcp=False),
-    "load-dcp": partial(load, with_dcp=True),
+    "load": partial(use_checkpoints, saves=False, with_dcp=False),
+    "load-dcp": partial(use_checkpoints, saves=False, with_dcp=True),
+    "save": partial(use_checkpoints, saves=True, with_dcp=False),
+    "save-dcp": partial(use_checkpoints, saves=True, with_dcp=True),
     "generate": generate,
     "generate-transformers": generate_with_transformers,
 }

@@ -8,8 +8,9 @@ lowest and the highest. The packed row counts records: of ours, a step has sever
 
 Contenders: `ours`, fsdp.py, where `ours+key=value` changes hyperparameters; `loop-fsdp2` and
 `loop-ddp`, our model in the loop of a tutorial; `fsdp1`, FullyShardedDataParallel; `transformers`,
-Hugging Face's model with FSDP2; `trl`, its trainer with PEFT; `load`, a checkpoint as a run loads
-it, and `load-dcp`, with torch.distributed.checkpoint; `generate` and `generate-transformers`.
+Hugging Face's model with FSDP2; `trl`, its trainer with PEFT; `load` and `save`, a checkpoint as a
+run does, and `load-dcp` and `save-dcp`, with torch.distributed.checkpoint; `generate` and
+`generate-transformers`.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def make_rows(folder: Path) -> list[Row]:
     n_ranks = default_n_ranks()
     quickstart = REPOSITORY / "recipes" / "quickstart.yaml"
     plain = ["optimizer=adamw", "grad_clip=1"]
+    blocking = ["async_checkpoint=false"]
     shipped = REPOSITORY / "config.yaml"
     medium = _write_config(folder / "medium.yaml", MEDIUM)
     chats = _write_chats(folder)
@@ -150,6 +152,7 @@ def make_rows(folder: Path) -> list[Row]:
         Row("LoRA, a record a row", "ours+packing=false", "trl", chats, (), 1, 1),
         Row("LoRA, packed", "ours", "trl", chats, (), 1, 1, _records_per_sequence(chats)),
         Row("loading a checkpoint", "load", "load-dcp", medium, (), n_ranks),
+        Row("saving one, blocking", "save", "save-dcp", medium, blocking, n_ranks),
         Row("generation", "generate", "generate-transformers", medium),
     ]
 

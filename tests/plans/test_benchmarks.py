@@ -103,7 +103,12 @@ def test_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [("ours", "fsdp1"), ("load", "load-dcp"), ("generate", "generate-transformers")],
+    [
+        ("ours", "fsdp1"),
+        ("load", "load-dcp"),
+        ("save", "save-dcp"),
+        ("generate", "generate-transformers"),
+    ],
 )
 def test_work_is_measured_next_to_others(ours: str, theirs: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
