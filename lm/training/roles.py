@@ -65,6 +65,11 @@ class LinearLayer:
         return cast(nn.Parameter, self.module.weight)
 
     @property
+    def is_gate(self) -> bool:
+        """Whether it chooses or weighs experts, as a router does, or a layer of one output."""
+        return is_router(self.name) or self.module.out_features == 1
+
+    @property
     def is_called(self) -> bool:
         """Whether its class calls it: if it reads the weight, it would ignore an adapter."""
         return not reads_weight(type(self.parent), self.kind)
@@ -86,8 +91,8 @@ def find_linear_layers(root: nn.Module, blocks: Iterable[nn.Module]) -> list[Lin
 def find_roundable(model: AnyModel) -> list[LinearLayer]:
     """Return the linear layers in blocks whose weights can be rounded to less than the dtype.
 
-    They choose no experts, have their weights for themselves, and their class calls them as they
-    are: in no dtype it keeps these weights in float32, and it does not look at them.
+    They choose and weigh no experts, have their weights for themselves, and their class calls them
+    as they are: in no dtype it keeps these weights in float32, and it does not look at them.
     """
     kept = kept_in_float32(model, torch.float16)  # as in any other, so that all round the same
     n_owners = Counter(parameter for _, _, parameter in _owners(model))
@@ -96,7 +101,7 @@ def find_roundable(model: AnyModel) -> list[LinearLayer]:
         is_own = layer.weight not in kept and n_owners[layer.weight] == 1
         is_read = reads_weight(type(layer.parent), layer.kind, or_dtype=True)
         is_plain = type(layer.module) is nn.Linear  # and of no class that computes otherwise
-        if is_own and is_plain and not is_read and not is_router(layer.name):
+        if is_own and is_plain and not is_read and not layer.is_gate:
             roundable.append(layer)
     return roundable
 
@@ -235,10 +240,10 @@ def _count_experts(network: PreTrainedModel) -> list[ExpertMatrices]:
 
 
 def find_matrices(model: AnyModel) -> set[nn.Parameter]:
-    """Return the weights of the linear layers in blocks, but of routers, which Muon updates."""
+    """Return the weights of the linear layers in blocks, but of gates, which Muon updates."""
     matrices: set[nn.Parameter] = set()
     for layer in find_linear_layers(model, model.blocks):
-        if not is_router(layer.name):
+        if not layer.is_gate:
             matrices.add(layer.weight)
     for module in model.modules():
         if isinstance(module, ExpertLinear):

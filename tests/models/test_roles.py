@@ -37,7 +37,12 @@ def names_of(model: TransformersModel, parameters: set[Any]) -> set[str]:
         ("afmoe", {}, {"self_attn.k_proj", "mlp.gate_proj"}, {"mlp.router.gate"}),
         ("longcat_flash", {}, {"q_b_proj"}, {"mlp.router.classifier"}),
         # As many experts as keys and values have dimensions, as in Qwen3-Next-80B.
-        ("qwen3_next", {"num_experts": 32}, {"self_attn.k_proj", "self_attn.v_proj"}, set()),
+        (
+            "qwen3_next",
+            {"num_experts": 32},
+            {"self_attn.k_proj", "self_attn.v_proj"},
+            {"mlp.shared_expert_gate"},
+        ),
     ],
 )
 def test_muon_leaves_routers_to_adamw(
@@ -57,6 +62,7 @@ def test_muon_leaves_routers_to_adamw(
     [
         ("phimoe", {"mlp.router"}, set()),
         ("afmoe", {"mlp.router.gate"}, set()),
+        ("qwen2_moe", {"mlp.shared_expert_gate"}, set()),
         ("axk2", {"self_attn.indexer.weights_proj"}, set()),  # in float32 in any dtype
         ("bloom", {"self_attention.dense"}, {"self_attention.dense"}),
         ("falcon", {"mlp.dense_h_to_4h"}, set()),  # which computes otherwise
