@@ -68,10 +68,10 @@ class Format:
 
     @cached_property
     def _levels_of_byte(self) -> Any:
-        """Return the levels of the first and the second index in each byte, `(256, 2)`."""
+        """Return the two levels of each byte, of its first and its second index, as one int64."""
         levels = np.array(self.levels, dtype=np.float32)
         indices = (np.arange(256)[:, None] >> np.array(self.shifts)) & 15
-        return levels[indices]
+        return levels[indices].view(np.int64).flatten()
 
     def packed_width(self, inner: int) -> int:
         """Return the bytes of a row of `inner` weights, a multiple of `block`."""
@@ -96,12 +96,12 @@ class Format:
 
     def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weights `(rows, in)` of bytes `(rows, packed_width)`."""
-        if torch.compiler.is_compiling():
-            return self._dequantize_rows(packed).to(dtype)
         n_rows, width = packed.shape
         inner = self.inner_width(width)
-        weight = torch.empty(n_rows, inner, dtype=dtype, device=packed.device)
         step = max(1, CHUNK_BYTES // (4 * inner))
+        if torch.compiler.is_compiling() or n_rows <= step:
+            return self._dequantize_rows(packed).to(dtype)
+        weight = torch.empty(n_rows, inner, dtype=dtype, device=packed.device)
         for rows, target in zip(packed.split(step), weight.split(step), strict=True):
             target.copy_(self._dequantize_rows(rows))
         return weight
@@ -110,14 +110,15 @@ class Format:
         n_pairs = self.inner_width(packed.shape[1]) // 2
         levels = self._look_up(packed[:, :n_pairs])
         scales = packed[:, n_pairs:].contiguous().view(self.scale_dtype).float()
-        blocks = levels.unflatten(1, (-1, self.block)) * scales[..., None]
-        return blocks.flatten(1)
+        return levels.unflatten(1, (-1, self.block)).mul_(scales[..., None]).flatten(1)
 
     def _look_up(self, pairs: Tensor) -> Tensor:
         """Return the levels of bytes `(rows, in / 2)`, `(rows, in)`."""
         if not torch.compiler.is_compiling():
             levels_of_byte = torch.tensor(self._levels_of_byte, device=pairs.device)
-            return F.embedding(pairs.int(), levels_of_byte).flatten(1)
+            # Of one number for each, PyTorch has a fast loop on CPUs.
+            found = levels_of_byte.index_select(0, pairs.flatten().int())
+            return found.view(torch.float32).view(len(pairs), -1)
         # One kernel, without a table in memory.
         first, second = self.shifts
         is_second = torch.arange(2, dtype=torch.uint8, device=pairs.device)
