@@ -107,7 +107,7 @@ def export_model(
     if adapters_only:
         of_adapters = getattr(torch, dtype or "float32")
         return _export_adapters(out, directory, manifest, config, of_adapters, base_dir)
-    if lora_config(directory, manifest, config).base_dtype is not None:
+    if lora_config(directory, manifest, config).base_dtype == "nf4":
         remedy = "--adapter writes them alone, for PEFT on a base in NF4"
         warn(f"adapters trained on an NF4 base are merged into the original one; {remedy}")
     if isinstance(config, TransformersConfig):

@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError
-from lm.hf import export
+from lm.hf import export, weights
+from lm.hf.base import load_merged_model
 from lm.training import four_bits, lora, parallelize
 from lm.training.four_bits import FORMATS, NF4, Format, quantize_nf4
 from lm.transformers_config import TransformersConfig
@@ -23,7 +24,7 @@ from lm.transformers_model import NETWORK, new_model
 from tests.support.hf import complete_values, read_with_model_defaults, save_model, train_reference
 from tests.support.parallelism import train_each
 from tests.support.ranks import run_ranks
-from tests.support.runs import checkpoints_by_step, read_exact_metrics
+from tests.support.runs import checkpoints_by_step, read_exact_metrics, run_fsdp
 
 pytestmark = [
     pytest.mark.usefixtures("shared_cache"),
@@ -309,6 +310,24 @@ def test_runs_with_adapters_on_experts_resume_exactly(trained: dict[int, Trained
     folder = trained[2].folder
     assert len(trained[2].losses["resumed"]) == 6
     assert read_exact_metrics(folder, name="resumed") == read_exact_metrics(folder, name="gpt_oss")
+
+
+@pytest.mark.slow
+def test_experts_of_a_checkpoint_are_quantized_as_a_base(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    complete = settings("qwen3_moe", models, max_steps=1, checkpoint_rate=1, batch_size=4)
+    complete |= {"lora_rank": None, "lora_targets": None, "base_dtype": None}
+    run_fsdp(tmp_path, config=complete, code=0)
+    checkpoint = checkpoints_by_step(tmp_path)[1]
+    hp = read_with_model_defaults(settings("qwen3_moe", models) | {"init_from": str(checkpoint)})
+    model = build_adapted(hp).to_empty(device="cpu")
+    weights.read_directory(checkpoint, model)
+    dense = load_merged_model(checkpoint, torch.device("cpu"))
+    packed = dict(model.named_parameters())
+    for name, weight in dense.named_parameters():
+        if "experts" in name:
+            assert packed[name].equal(quantize_nf4(weight)), name
 
 
 # ---- what has adapters
