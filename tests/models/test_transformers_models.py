@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -1446,26 +1447,49 @@ def run_python(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return ""
 
 
+def walk(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run what the last section of a page types in `folder`; yield what each command prints."""
+    text = (REPOSITORY / page).read_text()
+    section = text[text.index("## A walk without a download") :]
+    program = re.compile(r"`(\w+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
+    for name, content in program.findall(section):
+        (folder / name).write_text(content)
+    for name in ("fsdp.py", "recipes"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    monkeypatch.chdir(folder)
+    commands = re.findall(r"```\n(.*?)```", program.sub("", section), re.DOTALL)
+    lines = "".join(commands).replace("\\\n", "")
+    *parts, rest = re.split(r"^(.*\bpython .*)\n", lines, flags=re.MULTILINE)
+    assert not rest
+    for shell, command in zip(parts[::2], parts[1::2], strict=True):
+        subprocess.run(["bash", "-euo", "pipefail", "-c", shell], check=True)
+        yield run_python(command, monkeypatch)
+
+
 @pytest.mark.slow
 def test_walk_in_the_docs_works_as_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (REPOSITORY / "docs/transformers.md").read_text()
-    section = page[page.index("## A walk without a download") :]
-    program, *commands = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
-    (tmp_path / "make_tiny.py").write_text(program)
-    for name in ("fsdp.py", "recipes"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    monkeypatch.chdir(tmp_path)
-    lines = "".join(commands).replace("\\\n", "")
-    *parts, rest = re.split(r"^(.*\bpython .*)\n", lines, flags=re.MULTILINE)
-    assert not rest
     output = ""
-    for shell, command in zip(parts[::2], parts[1::2], strict=True):
-        subprocess.run(["bash", "-euo", "pipefail", "-c", shell], check=True)
-        output += run_python(command, monkeypatch) + capsys.readouterr().out
+    for printed in walk("docs/transformers.md", tmp_path, monkeypatch):
+        output += printed + capsys.readouterr().out
     assert "95 samples in 32 sequences" in output  # packed
     assert "\nI am Ada.\nexported: " in output
     assert "\nI am Bob.\nmerged: " in output
     for exported in ("exported", "merged"):
         transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / exported)
+
+
+@pytest.mark.slow
+def test_walk_on_experts_in_mxfp4_works_as_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ""
+    for printed in walk("docs/qlora.md", tmp_path, monkeypatch):
+        output += printed + capsys.readouterr().out
+    assert ", base in mxfp4; " in output
+    assert "dequantized" not in output
+    assert "\nI am Ada.\nadapter: " in output
+    found = re.search(r"logits up to (.+) differ by (.+)\n", output)
+    assert found is not None
+    assert float(found[2]) < 1e-4 * float(found[1])
