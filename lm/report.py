@@ -90,7 +90,7 @@ class _Session(Line, frozen=True):
     versions: str
     command: str
     validation_data: str | None = None
-    """what identifies them and their tokenizer; None = of an older version"""
+    """what identifies them and their tokenizer; None = unknown"""
 
 
 class _Curve(NamedTuple):
@@ -274,18 +274,13 @@ def _number_validation_data(runs: Sequence[RunRecords]) -> list[int]:
 
 
 def _find_differences(runs: Sequence[RunRecords]) -> list[dict[str, str]]:
-    """Return of each run the hyperparameters that are not the same in all runs.
-
-    What the config of an older version lacks has its default.
-    """
-    from lm.config.hyperparameters import FIELDS
-
-    defaults = {key: field.get_default(call_default_factory=True) for key, field in FIELDS.items()}
+    """Return of each run the hyperparameters that are not the same in all runs."""
     columns: list[dict[str, str]] = []
     for run in runs:
-        values = defaults | run.hyperparameters
-        column = {f"`{key}`": json.dumps(value, default=str) for key, value in values.items()}
-        del column["`run_name`"]
+        column: dict[str, str] = {}
+        for key, value in run.hyperparameters.items():
+            if key != "run_name":
+                column[f"`{key}`"] = json.dumps(value, default=str)
         columns.append(column)
     common = set(columns[0].items())
     for column in columns:

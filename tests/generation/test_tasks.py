@@ -239,16 +239,9 @@ def test_invalid_line_is_refused_with_its_place(tmp_path: Path, line: bytes) -> 
         read_tasks([str(path)])
 
 
-@pytest.mark.parametrize(
-    "limit", ["MAX_LINE_BYTES", "MAX_LINES", "MAX_FILE_BYTES", "MAX_TEXT_BYTES"]
-)
-def test_file_above_a_limit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    monkeypatch.setattr(questions, limit, 2 if limit == "MAX_LINES" else 100)
+def test_task_above_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "MAX_TEXT_BYTES", 100)
     path = write_lines(tmp_path / "large.jsonl", *[GOOD | {"context": "a" * 60}] * 3)
-    if limit == "MAX_LINE_BYTES":
-        path.write_text("x" * 200 + "\n")  # complete, in the block that is read
     with pytest.raises(ConfigError, match="more than"):
         read_tasks([str(path)])
 
@@ -491,7 +484,7 @@ def test_command_asks_by_the_chat_template(
     ("message", "problem"),
     [
         (None, "has no chat template"),
-        (Message("developer", "a"), "leaves out messages[0]"),
+        (Message("developer", "a rule"), "leaves out messages[0]"),
     ],
 )
 def test_messages_that_no_template_writes_are_refused(
