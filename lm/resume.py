@@ -450,16 +450,13 @@ def require_same_run(saved: RunInfo, run_info: RunInfo, branches: bool = False) 
 
 def _what_is_compared(info: RunInfo) -> dict[str, Any]:
     """Return the hyperparameters, those of the data by content: fingerprints instead of paths."""
-    values = info.hyperparameters | {
+    return info.hyperparameters | {
         "total_batch_size": info.total_batch_size,
         "tokenizer": info.tokenizer,
         "train_data": info.data["train"],
         "val_data": info.data["validation"],
         "eval_tasks": info.tasks,
     }
-    if info.tasks is None:
-        del values["eval_tasks"]
-    return values
 
 
 class _Schedule(OptimConfig, frozen=True, extra="ignore", allow_inf_nan=False):

@@ -88,9 +88,7 @@ class RunInfo(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     data: dict[Literal["train", "validation"], str] = Field(
         min_length=2, description="fingerprints of the data"
     )
-    tasks: str | None = Field(
-        default=None, description="fingerprint of the tasks' questions; null = of an older version"
-    )
+    tasks: str = Field(default="", description="fingerprint of the tasks' questions")
     loss_scaled: bool = Field(description="float16: the tensors include a loss scale")
     trial_id: int | None = Field(description="Determined trial that wrote the checkpoint")
     experiment_id: int | None = Field(default=None, description="that trial's experiment")

@@ -28,8 +28,14 @@ class Directory:
 
     def names(self) -> set[str]:
         """Return the names of the files and of the folders that are not empty."""
-        entries = list(self.path.iterdir())
-        return {path.name for path in entries if not path.is_dir() or any(path.iterdir())}
+        names: set[str] = set()
+        for path in self.path.iterdir():
+            is_empty = False
+            with suppress(PermissionError):  # another user's folder
+                is_empty = path.is_dir() and not any(path.iterdir())
+            if not is_empty:
+                names.add(path.name)
+        return names
 
     def folders(self, path: str) -> dict[str, set[str]]:
         """Return the names of the files of each folder in the folder `path`, if there is one.
