@@ -377,9 +377,7 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
         share = f"{len(unknown)} of {format_count(len(files), 'file')}"
         share = f"{share} without a suffix of a known format ({known})"
         examples = ", ".join(map(str, unknown[:3]))
-        known_suffixes = sorted({path.suffix for path in files} - {path.suffix for path in unknown})
-        globs = " ".join(f"'DIRECTORY/**/*{suffix}'" for suffix in known_suffixes or [".txt"])
-        remedy = f"choose files by globs, e.g. {globs}, or their format with --format"
+        remedy = "choose files by globs, e.g. 'DIRECTORY/**/*.txt', or their format with --format"
         problems.append(f"INPUT: {share}, e.g. {examples}; {remedy}")
     if problems:
         raise ConfigError(*problems[:20])

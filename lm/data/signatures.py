@@ -25,15 +25,6 @@ _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")
 """characters that no text has; escape sequences of terminals have \\x1b"""
 
 
-class NotTextError(ConfigError):
-    """A file is of a format that is not text."""
-
-    def __init__(self, path: Path, its_format: str, remedy: str) -> None:
-        super().__init__(f"{path}: {its_format}, not text; {remedy}")
-        self.format = its_format
-        self.remedy = remedy
-
-
 def check_start(path: Path, start: bytes) -> None:
     """Raise ConfigError if content that starts with `start` is a pointer, or not UTF-8."""
     check_pointer(path, start)
@@ -55,17 +46,17 @@ def check_pointer(path: Path, start: bytes | None = None) -> None:
     pointer = find_pointer(start)
     if pointer is not None:
         its_format, remedy = pointer
-        raise NotTextError(path, its_format, remedy)
+        raise ConfigError(f"{path}: {its_format}, not text; {remedy}")
 
 
 def check_nul(path: Path, block: bytes, offset: int) -> None:
     """Raise ConfigError if a block at byte `offset` of `path` contains NUL."""
     at = block.find(0)
     if at >= 0:
-        remedy = f"choose files of text, or if it is UTF-16, convert it, {_iconv(path, 'UTF-16LE')}"
-        raise NotTextError(
-            path, "file with NUL bytes", f"the first is byte {offset + at}: {remedy}"
-        )
+        problem = f"file with NUL bytes, not text; the first is byte {offset + at}"
+        remedy = "choose files of text by a glob, e.g. 'DIRECTORY/**/*.txt'"
+        converted = f"or if it is UTF-16, convert it, {_iconv(path, 'UTF-16LE')}"
+        raise ConfigError(f"{path}: {problem}: {remedy}, {converted}")
 
 
 def advise_encoding(path: Path, content: bytes) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -22,14 +20,12 @@ from lm.data.readers import (
     read_documents,
     read_ids,
 )
-from lm.data.signatures import NotTextError
 from lm.data.token_file import SourceRecord, TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
 from lm.data.tokenized import TextOptions
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, raise_together
 from lm.launch.machine import usable_cores
-from lm.units import format_count
 
 _CHECKED_BLOCKS = 2
 """of each file, which show where it starts with what is not text"""
@@ -60,24 +56,15 @@ class TextFiles:
         return read_documents(paths or self.files, options.format, options.text_field)
 
     def _check_starts(self) -> None:
-        errors: dict[Path, ConfigError] = {}
+        errors: list[ConfigError] = []
         for path in self.files:
             try:
                 for text in itertools.islice(self._read_all(path), 1):
                     for _ in itertools.islice(text.blocks(), _CHECKED_BLOCKS):
                         pass
             except ConfigError as error:
-                errors[path] = error
-        others: dict[Path, NotTextError] = {}
-        problems: list[ConfigError] = []
-        for path, error in errors.items():
-            if isinstance(error, NotTextError):
-                others[path] = error
-            else:
-                problems.append(error)
-        if others:
-            problems.append(_not_text(others, self.files))
-        raise_together(problems)
+                errors.append(error)
+        raise_together(errors)
 
     def read(self) -> Iterator[Text]:
         """Yield the documents in order."""
@@ -135,25 +122,3 @@ def write_text(
         {**asdict(options), **(described or {}), "cuts_tails": texts.cuts_tails},
         file_format=options.format,
     )
-
-
-def _not_text(others: Mapping[Path, NotTextError], files: Sequence[Path]) -> ConfigError:
-    """Return the error that of `files`, `others` are not text, by format."""
-    by_format: dict[str, list[Path]] = {}
-    for path, error in others.items():
-        by_format.setdefault(error.format, []).append(path)
-    kinds: list[str] = []
-    for its_format, paths in sorted(by_format.items()):
-        kinds.append(f"{len(paths)} x {its_format} ({min(paths).name})")
-    root = Path(os.path.commonpath([path.absolute() for path in files]))
-    share = f"{len(others)} of {format_count(len(files), 'file')}"
-    problem = f"{root}: {share} cannot be read as text: {'; '.join(kinds)}"
-    remedies = dict.fromkeys(others[min(paths)].remedy for paths in by_format.values())
-    remedy = "; or ".join(remedies)
-    suffixes = Counter(path.suffix for path in files if path not in others and path.suffix)
-    if suffixes:
-        globs = [f"'{root}/**/*{suffix}'" for suffix, _ in suffixes.most_common(3)]
-        remedy = f"choose the text by a glob, {' or '.join(globs)}, or {remedy}"
-    if len(suffixes) > 1:
-        remedy += "; or, for all of the text, move the other files away"
-    return ConfigError(f"{problem}; {remedy}")
