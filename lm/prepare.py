@@ -35,10 +35,10 @@ from lm.data.stream import open_documents
 from lm.data.text import TextFiles, write_text
 from lm.data.token_file import (
     OUTPUT_FILES,
-    SPLITS,
     TRAIN,
     VALIDATION,
     SourceRecord,
+    TokenIndex,
     read_index,
 )
 from lm.data.tokenized import (
@@ -59,15 +59,17 @@ from lm.units import format_count
 
 
 @dataclass(frozen=True)
-class _Records:
-    """The records of `train_data`, as a run reads them."""
+class _Input:
+    """What is prepared."""
 
     files: Sequence[Path]
-    tokenizer: Tokenizer
-    options: RecordOptions
+    """or the name of a dataset"""
+    tokenizer: Tokenizer | None
+    """None = it is trained on the text"""
+    options: TextOptions | RecordOptions
 
 
-def read_records_of_run(args: argparse.Namespace) -> _Records:
+def read_records_of_run(args: argparse.Namespace) -> _Input:
     """Return what a run on `dataset: jsonl` tokenizes of its `train_data`."""
     from lm.config.reading import load_hyperparameters  # imports PyTorch
     from lm.hf.weights import model_defaults
@@ -86,44 +88,65 @@ def read_records_of_run(args: argparse.Namespace) -> _Records:
     holds_out = hp.data.val_data is None
     options = run_data.record_options(hp.data, pairs=hp.objective.of_pairs, holds_out=holds_out)
     options = replace(options, split=args.split, hf_config=args.hf_config)
-    return _Records(files, run_data.load_record_tokenizer(hp.data, hp.model.vocab_size), options)
+    return _Input(files, run_data.load_record_tokenizer(hp.data, hp.model.vocab_size), options)
 
 
-def write_dataset(
-    args: argparse.Namespace, files: Sequence[Path], records: _Records | None = None
-) -> list[str]:
-    """Write the dataset, unless DIR already holds it. Return the lines to print."""
+def read_input(args: argparse.Namespace) -> _Input:
+    """Return what the command line names as documents of text, or of ids."""
+    files = find_inputs(args)
     tokenizer = None
-    if records is not None:
-        tokenizer = records.tokenizer
-    elif args.tokenizer is not None:
+    if args.tokenizer is not None:
         tokenizer = load_tokenizer(args.tokenizer)
+    options = TextOptions(
+        format=args.format,
+        text_field=args.text_field,
+        validation_fraction=args.validation_fraction,
+        train_tokenizer=args.train_tokenizer,
+        split=args.split,
+        hf_config=args.hf_config,
+    )
+    return _Input(files, tokenizer, options)
+
+
+def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
+    """Write the dataset, unless DIR already holds it. Return the lines to print."""
     index = args.out / f"{TRAIN}.json"
     _check_replaceable(args.out)
     with writing(args.out, remedy="nothing was written"):
         modified: dict[Path, int] = {}
         if args.split is None:
-            modified = {path: path.stat().st_mtime_ns for path in files}
-        sources = _describe_sources(args, files)
+            modified = {path: path.stat().st_mtime_ns for path in found.files}
+        sources = _describe_sources(args, found.files)
         if index.exists() and not args.overwrite:
-            return [_check_existing(args, index, sources, tokenizer, records)]
+            return [_check_existing(index, sources, found)]
         notes: list[str] = []
+        tokenizer = found.tokenizer
         if tokenizer is None:
-            tokenizer = _train_tokenizer(args, files)
+            tokenizer = _train_tokenizer(args, found)
             if tokenizer.vocab_size != args.train_tokenizer:
                 size = f"{tokenizer.vocab_size} tokens"
                 notes.append(f"the trained tokenizer has {size}: the text contains no more")
-        made_from = {"input": [source.model_dump() for source in sources]}
-        if records is not None:
-            made_from |= describe_making(write_records.__module__, tokenizer, records.options)
-        else:
-            made_from |= describe_making(write_text.__module__, tokenizer, _text_options(args))
+        module = write_records.__module__ if args.config else write_text.__module__
+        made_from = describe_making(module, tokenizer, found.options)
+        made_from["input"] = [source.model_dump() for source in sources]
         with drafted(args.out, if_exists="replace", made_from=made_from) as draft:
-            lines = _write_files(draft, args, files, sources, tokenizer, records)
+            for name, content in tokenizer.files.items():
+                write_durably(draft / name, content)
+            started = time.monotonic()
+            indexes = _write_tokens(draft, args, found, tokenizer, sources)
+            seconds = time.monotonic() - started
             for path, before in modified.items():
                 if path.stat().st_mtime_ns != before:
                     raise RunError(f"{path}: changed while it was read; run the command again")
-        return [*notes, *lines]
+    n_tokens = sum(each.tokens for each in indexes)
+    lines = [*notes, f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s"]
+    if indexes[0].options.get("cuts_tails"):
+        share = f"the last {100 * args.validation_fraction:g} % of each is held out"
+        lines.append(f"few documents, or of very different sizes: {share}")
+    lines += token_file.describe_unread_ends(indexes[0])
+    for split, each in zip(found.options.splits, indexes, strict=True):
+        lines.append(token_file.describe_split(args.out / f"{split}.json", each))
+    return lines
 
 
 def _describe_sources(args: argparse.Namespace, files: Sequence[Path]) -> list[SourceRecord]:
@@ -131,6 +154,18 @@ def _describe_sources(args: argparse.Namespace, files: Sequence[Path]) -> list[S
         return [token_file.make_source_record(path) for path in files]
     _, fingerprint = open_documents(str(files[0]), "INPUT", args.split, args.hf_config)
     return [SourceRecord(name=fingerprint, bytes=None, crc32c=None)]
+
+
+def _write_tokens(
+    draft: Path,
+    args: argparse.Namespace,
+    found: _Input,
+    tokenizer: Tokenizer,
+    sources: Sequence[SourceRecord],
+) -> list[TokenIndex]:
+    if isinstance(found.options, RecordOptions):
+        return write_records(draft, found.files, tokenizer, found.options, sources)
+    return write_text(draft, found.files, tokenizer, found.options, sources, args.workers)
 
 
 def _check_replaceable(out: Path) -> None:
@@ -149,13 +184,7 @@ def _check_replaceable(out: Path) -> None:
         raise ConfigError(f"--out: {out}: {problem}; {remedy}")
 
 
-def _check_existing(
-    args: argparse.Namespace,
-    path: Path,
-    sources: Sequence[SourceRecord],
-    tokenizer: Tokenizer | None,
-    records: _Records | None,
-) -> str:
+def _check_existing(path: Path, sources: Sequence[SourceRecord], wanted: _Input) -> str:
     """Return a line about the dataset with the index `path`, if it is that of this command."""
     try:
         index = read_index(path)
@@ -163,15 +192,16 @@ def _check_existing(
         raise ConfigError(f"{error}; --overwrite replaces it") from None
     found: dict[str, Any] = {**index.options, "input": index.sources}
     expected: dict[str, Any] = {"input": list(sources)}
-    if records is None:
-        expected |= asdict(_text_options(args)) | {"train_tokenizer": args.train_tokenizer}
-    else:
-        expected |= describe_records(records.tokenizer, records.options)
-        expected["val_data"] = records.options.holds_out
-        found["val_data"] = path.with_name(f"{VALIDATION}.json").exists()
-    if tokenizer is not None:  # else it is trained on the input
+    if wanted.tokenizer is not None:  # else it is trained on the input
         found |= {"tokenizer": index.tokenizer, "vocab_size": index.vocab_size}
-        expected |= {"tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size}
+        expected["tokenizer"] = wanted.tokenizer.identity
+        expected["vocab_size"] = wanted.tokenizer.vocab_size
+    if isinstance(wanted.options, TextOptions):
+        expected |= asdict(wanted.options)
+    elif wanted.tokenizer is not None:
+        expected |= describe_records(wanted.tokenizer, wanted.options)
+        expected["val_data"] = wanted.options.holds_out
+        found["val_data"] = path.with_name(f"{VALIDATION}.json").exists()
     different = [key for key, value in expected.items() if found.get(key) != value]
     if different:
         problem = f"contains another dataset (different: {', '.join(different)})"
@@ -180,50 +210,14 @@ def _check_existing(
     return f"{token_file.describe_split(path, index)}: already exists"
 
 
-def _write_files(
-    draft: Path,
-    args: argparse.Namespace,
-    files: Sequence[Path],
-    sources: Sequence[SourceRecord],
-    tokenizer: Tokenizer,
-    records: _Records | None,
-) -> list[str]:
-    """Write all files of the dataset to `draft`. Return the lines to print."""
-    notes: list[str] = []
-    for name, content in tokenizer.files.items():
-        write_durably(draft / name, content)
-    started = time.monotonic()
-    if records is not None:
-        indexes = write_records(draft, files, tokenizer, records.options, sources)
-    else:
-        described = {"train_tokenizer": args.train_tokenizer}
-        options = _text_options(args)
-        indexes = write_text(draft, files, tokenizer, options, sources, described, args.workers)
-        if indexes[0].options["cuts_tails"]:
-            share = f"the last {100 * args.validation_fraction:g} % of each is held out"
-            notes.append(f"few documents, or of very different sizes: {share}")
-        notes += token_file.describe_unread_ends(indexes[0])
-    seconds = time.monotonic() - started
-    n_tokens = sum(index.tokens for index in indexes)
-    lines = [f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s", *notes]
-    for split, index in zip(SPLITS, indexes, strict=False):
-        lines.append(token_file.describe_split(args.out / f"{split}.json", index))
-    return lines
-
-
-def _text_options(args: argparse.Namespace) -> TextOptions:
-    return TextOptions(
-        args.format, args.text_field, args.validation_fraction, args.split, args.hf_config
-    )
-
-
-def _train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> FileTokenizer:
+def _train_tokenizer(args: argparse.Namespace, found: _Input) -> FileTokenizer:
     """Train a tokenizer on the documents that are not held out."""
+    assert isinstance(found.options, TextOptions)
+    texts = TextFiles(found.files, found.options)
 
     def read() -> Iterator[str]:
-        bar = bar_of_files("reading for the tokenizer", files, args.format)
-        with bar as progress:
-            for document, blocks in TextFiles(files, _text_options(args)).read():
+        with bar_of_files("reading for the tokenizer", found.files, args.format) as progress:
+            for document, blocks in texts.read():
                 for part in cut_between_words(blocks()):
                     if not document.held_out:
                         yield part
@@ -391,10 +385,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.verify:
         lines = token_file.verify_dataset(args.verify)
     elif args.config:
-        records = read_records_of_run(args)
-        lines = write_dataset(args, records.files, records)
+        lines = write_dataset(args, read_records_of_run(args))
     else:
-        lines = write_dataset(args, find_inputs(args))
+        lines = write_dataset(args, read_input(args))
     print(*lines, sep="\n")
     return 0
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lm.data.documents import format_of
 from lm.data.encoder import encode_in_threads, split_document
@@ -78,7 +77,9 @@ class TextFiles:
         The first `n_skipped` pieces are not encoded.
         """
         if self._have_ids:
-            read = (self._read_ids(path, tokenizer) for path in self.files)
+            fraction = self._options.validation_fraction
+            n_ids = tokenizer.vocab_size
+            read = (read_ids(path, n_ids, tokenizer.eos_id, fraction) for path in self.files)
             for chunk in itertools.islice(itertools.chain.from_iterable(read), n_skipped, None):
                 yield [chunk]
             return
@@ -88,10 +89,6 @@ class TextFiles:
             for chunk in chunks:
                 yield [chunk]
 
-    def _read_ids(self, path: Path, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
-        fraction = self._options.validation_fraction
-        return read_ids(path, tokenizer.vocab_size, tokenizer.eos_id, fraction)
-
 
 def write_text(
     directory: Path,
@@ -99,13 +96,11 @@ def write_text(
     tokenizer: Tokenizer,
     options: TextOptions,
     sources: Sequence[SourceRecord] = (),
-    described: Mapping[str, Any] | None = None,
     n_threads: int | None = None,
 ) -> list[TokenIndex]:
     """Write the token files of documents to `directory`. Return their indexes.
 
     Args:
-        described: what the indexes say of the options besides them.
         n_threads: that encode; None = one on each core.
 
     Raises:
@@ -119,6 +114,6 @@ def write_text(
         tokenizer,
         files,
         sources,
-        {**asdict(options), **(described or {}), "cuts_tails": texts.cuts_tails},
+        {**asdict(options), "cuts_tails": texts.cuts_tails},
         file_format=options.format,
     )

@@ -37,6 +37,8 @@ class TextOptions:
     text_field: str = "text"
     """column or key of the text"""
     validation_fraction: float = 0.0
+    train_tokenizer: int | None = None
+    """tokens of a tokenizer that is trained on the text"""
     split: str | None = None
     """of a dataset of the Hub, whose name stands for files; None = there are files"""
     hf_config: str | None = None

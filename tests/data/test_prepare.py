@@ -684,16 +684,14 @@ def test_prepare_memory_does_not_grow_with_a_file_of_text(tmp_path: Path) -> Non
     assert peaks[1] - peaks[0] < 10_000, "KiB, of 35 MB more text"
 
 
-def test_error_at_the_start_of_any_file_precedes_the_encoding(tmp_path: Path) -> None:
+def test_error_at_the_start_of_any_file_precedes_the_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text("to be")
     (tmp_path / "b.jsonl").write_text('{"text": 1}')
-    arguments = command.parse_arguments(
-        [str(tmp_path), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr("lm.data.text.encode_in_threads")
-        with pytest.raises(ConfigError, match=r"b\.jsonl:1: "):
-            command.write_dataset(arguments, command.find_inputs(arguments))
+    monkeypatch.delattr("lm.data.text.encode_in_threads")
+    errors = rejected(capsys, tmp_path, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert errors.startswith(f"{tmp_path}/b.jsonl:1: ")
 
 
 def test_end_of_text_in_a_file_ends_a_document(tmp_path: Path) -> None:
