@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +51,9 @@ def _load_with(args: argparse.Namespace, settings: Mapping[str, str]) -> Hyperpa
     """Return the hyperparameters with settings as the last arguments."""
     overrides = [*args.overrides, *(f"{key}={value}" for key, value in settings.items())]
     changed = argparse.Namespace(**vars(args) | {"overrides": overrides})
-    return round_up_batch(load_hyperparameters(changed), args.gpus)
+    with redirect_stderr(io.StringIO()):  # of warnings that were printed before
+        hp = load_hyperparameters(changed)
+    return round_up_batch(hp, args.gpus)
 
 
 def _read_start(init_from: str) -> Mapping[str, Any]:
