@@ -522,6 +522,14 @@ def test_lease_that_is_none_is_replaced_at_once(s3: str, tmp_path: Path) -> None
     assert time.monotonic() - started < 120, "each would wait for a lease"
 
 
+def test_file_is_created_by_one_only(storage: str) -> None:
+    place = bucket.Bucket(storage)
+    place.create("lease", b"first")
+    with pytest.raises(FileExistsError):
+        place.create("lease", b"second")
+    assert place.read("lease") == b"first"
+
+
 def test_lease_goes_to_one_of_many_that_start_at_once(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,20 +115,6 @@ def test_scale_with_muon(name: str, expected: tuple[float, ...]) -> None:
     assert Transfer.of(hp.transfer, hp.model, "muon").scale(name) == pytest.approx(expected)
 
 
-def test_scale_of_tied_embeddings_is_in_the_final_norm() -> None:
-    hp = hyperparameters(**FROM_SMALL, tie_embeddings=True)
-    transfer = Transfer.of(hp.transfer, hp.model, "adamw")
-    assert transfer.scale("embedding.tokens.weight") == pytest.approx((1, 1, 1, 1 / 4, 1))
-    assert transfer.scale("head.norm.weight") == pytest.approx((1 / 4, 1 / 4, 4, 1, 1 / 4))
-
-
-def test_scale_of_depth_is_in_the_norm_of_a_branch() -> None:
-    hp = hyperparameters(**FROM_SMALL, norm_placement="post")
-    transfer = Transfer.of(hp.transfer, hp.model, "adamw")
-    assert transfer.scale("blocks.0.ffn_norm.weight").lr == pytest.approx(1 / 3)
-    assert transfer.scale("blocks.0.ffn.down_proj.weight").lr == pytest.approx(1 / 4)
-
-
 @every_style
 def test_initial_deviations_are_those_of_the_base_scaled(style: str) -> None:
     hp = hyperparameters(**FROM_SMALL, **STYLES[style])
