@@ -136,7 +136,7 @@ def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, s
     longest = examined.longest_row
     if longest is not None and hp.model.max_seq_len > longest.n_tokens:
         problem = f"{hp.model.max_seq_len} exceeds {longest.key}: {longest.value} of config.json"
-        reason = f"from which on {kind} computes a text by the length of its row"
+        reason = f"beyond which {kind} computes nothing, or a text by the length of its row"
         yield "max_seq_len", f"{problem}, {reason}; use at most {longest.n_tokens}"
     mode = hp.parallel.activation_checkpointing
     holds = {

@@ -54,6 +54,7 @@ from torch import Tensor, nn
 from lm.errors import ConfigError
 from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.small_config import (
+    POSITIONS_OF,
     VOCABULARY,
     KeyPath,
     possible_lengths,
@@ -357,7 +358,7 @@ def _examine(config: dict[str, Any]) -> Examination | str:
         packed_by=answers.way.packed_by,
         attention=answers.way.attention,
         untrained=answers.untrained,
-        limits=limits,
+        limits=limits + crossed.tables,
         seconds=round(time.process_time() - started, 2),
     )
 
@@ -389,18 +390,24 @@ class _Crossed(NamedTuple):
 
     small: _Small
     paths: list[KeyPath]
+    tables: list[Limit]
+    """lengths beyond which it computes nothing, e.g. rows of a table of positions"""
 
 
 def _cut_lengths(small: _Small) -> _Crossed:
     """Cut each length in a config: with it cut, the class computes, with the same parameters."""
     shapes = _shapes(small)
     paths: list[KeyPath] = []
+    tables: list[Limit] = []
     for path in possible_lengths(small.config, _LONG):
         cut = _build_small(with_value(small.config, path, _LONG))
-        if not isinstance(cut, str) and _shapes(cut) == shapes:
+        if isinstance(cut, str):
+            if path[-1] in POSITIONS_OF:
+                tables.append(Limit(path=path, is_exclusive=False))
+        elif _shapes(cut) == shapes:
             small = cut
             paths.append(path)
-    return _Crossed(small, paths)
+    return _Crossed(small, paths, tables)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ WINDOW = 8
 """tokens of sliding windows and of chunks: fewer than documents have in the examination"""
 POSITIONS = 128
 
-_POSITIONS = {
+POSITIONS_OF = {
     "max_position_embeddings": POSITIONS,
     "max_seq_len": POSITIONS,
     "n_positions": POSITIONS,
@@ -84,7 +84,7 @@ _WIDTHS = {
     "encoder_hash_byte_group_vocab": VOCABULARY,
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
-    **_POSITIONS,
+    **POSITIONS_OF,
     "attention_chunk_size": WINDOW,
     "attention_window_size": WINDOW,
     "chunk_size": WINDOW,
@@ -172,7 +172,7 @@ def possible_lengths(config: Mapping[str, Any], least: int) -> Iterator[KeyPath]
     shorter.
     """
     for key, value in config.items():
-        is_known = key in _WIDTHS and key not in _POSITIONS
+        is_known = key in _WIDTHS and key not in POSITIONS_OF
         if isinstance(value, dict) and key != "per_layer_config":
             for inner in possible_lengths(value, least):
                 yield (key, *inner)
@@ -272,7 +272,7 @@ def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
             _cut_sizes(value, cuts_widths=cuts_widths)
             continue
         size = _WIDTHS.get(key)
-        is_length = size in lengths or key in _POSITIONS
+        is_length = size in lengths or key in POSITIONS_OF
         is_inner = key.endswith(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"))
         if value is None and key in _DERIVED:
             small[key] = size
