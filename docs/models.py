@@ -21,7 +21,6 @@ import transformers
 
 from lm.errors import RunError
 from lm.hf.examine import FROM_FLOAT32, Examination, examine
-from lm.hf.families import FAMILIES
 from lm.transformers_model import text_config
 
 PAGE = Path(__file__).with_name("models.md")
@@ -48,8 +47,8 @@ TYPICAL: dict[str, dict[str, Any]] = {
 
 _HEAD = """# Models of transformers
 
-`init_from` takes the models that model.py computes ({own}), and every causal language model that
-transformers can build, with transformers' own modeling code. Before the first step, a small random
+`init_from` takes every causal language model that transformers can build, with transformers' own
+modeling code. Before the first step, a small random
 model of the class is [examined](transformers.md#the-examination): what does not
 hold is turned off in a line, and a class that would be trained wrongly is refused.
 
@@ -63,8 +62,8 @@ decides.
 in the median, {most:.0f} s at most (`{slowest}`).
 
 "Rows up to" names the key of `config.json` that `max_seq_len` must not exceed, as beyond it the
-class computes a text by the length of its row. The rope types longrope and dynamic, which these
-defaults do not have, limit rows to the original context.
+class computes nothing, or a text by the length of its row. The rope types longrope and dynamic,
+which these defaults do not have, limit rows to the original context.
 
 The fourth column is how far a run in bfloat16 is from float32, and in parentheses how far the class
 itself in bfloat16 is: norms of the differences of all logits and of all gradients, relative to
@@ -130,7 +129,6 @@ def main() -> None:
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     slowest = max(seconds, key=seconds.__getitem__)
     head = _HEAD.format(
-        own=", ".join(FAMILIES),
         transformers=transformers.__version__,
         torch=torch.__version__.partition("+")[0],
         counts=f"Of {len(rows)} model types: {counts}.",

@@ -126,6 +126,11 @@ class TransformersConfig(Config, frozen=True):
         return str(self.transformers_config.get("model_type"))
 
     @property
+    def context_length(self) -> int:
+        """Positions that the model was made for."""
+        return self.max_seq_len
+
+    @property
     def reason_against_bfloat16(self) -> str:
         """What an examination in bfloat16 has found."""
         found = self.examined.details.get("bfloat16")

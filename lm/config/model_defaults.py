@@ -21,8 +21,6 @@ ModelDefaults = Callable[[str], Mapping[str, Any]]
 A plan, which needs no tokenizer, leaves it out. Empty if it is a checkpoint, which has no defaults.
 """
 
-_CONFIG_OF_A_COPY = "config.json of a copy of the model"
-
 
 def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
     """Set the keys that are not set to those of the model of `init_from`; refuse all others."""
@@ -72,8 +70,8 @@ def _check_model_of_transformers(
 ) -> None:
     """Refuse keys of `given` that the model of `init_from` does not have, or does not stand."""
     source = draft.values["init_from"]
-    for key in given:
-        label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
+    for key in draft.values:
+        label = draft.label(key)
         ours = KEYS_OF_ALIASES.get(key, key)
         if key == "vocab_size" and given[key] not in (None, model.vocab_size):
             problem = f"{show(given[key])} differs from {model.vocab_size} in {source}"
@@ -115,8 +113,6 @@ def _refuse_other_values(
             source = draft.values["init_from"]
             problem = f"{show(given[key])} differs from {show(structure[key])} in {source}"
             remedy = f"use {as_argument(key, structure[key])}, or other weights"
-            if key in ("rope_scaling", "rope_theta"):
-                remedy = f"remove {key}, or set it in {_CONFIG_OF_A_COPY}"
             draft.refuse(key, f"{problem}; {remedy}", label)
 
 
@@ -126,17 +122,11 @@ def model_of(defaults: Mapping[str, Any]) -> AnyModelConfig:
 
 
 def warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:
-    """Warn of rotary positions for which the `model` of `init_from` was not made."""
-    if isinstance(model, TransformersConfig):
-        limit = model.max_seq_len
-    elif model.positions == "rope":
-        limit = model.context_length
-    else:
-        return
+    """Warn of positions for which the `model` of `init_from` was not made."""
+    limit = model.context_length
     length = hp.model.max_seq_len
     if length <= limit:
         return
     source = hp.checkpoint.init_from
     problem = f"{length} exceeds the {limit} positions for which {source} was made"
-    remedy = f"use {limit} or less, or extend them by rope_scaling in {_CONFIG_OF_A_COPY}"
-    warn(f"max_seq_len: {problem}; {remedy}")
+    warn(f"max_seq_len: {problem}; use {limit} or less, or a model with more")

@@ -293,14 +293,8 @@ def open_model(
     if base_dir is not None:
         raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
     directory = weights.find_source(source)
-    tokenizer = _load_tokenizer(directory)
-    return weights.load_model(directory, device, weight_dtype), tokenizer
-
-
-def _load_tokenizer(directory: Path) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face model."""
-    config = weights.read_structure(str(directory)).config
+    config = weights.read_structure(directory)
     tokenizer = weights.load_model_tokenizer(directory, config)
     if tokenizer is None:
         raise ConfigError(f"{directory}: has no {TOKENIZER_JSON}; add the model's")
-    return tokenizer
+    return weights.load_model(directory, config, device, weight_dtype), tokenizer

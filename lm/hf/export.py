@@ -134,7 +134,7 @@ def export_model(
     if manifest.base is not None:
         weights_dir = open_base(manifest.base, base_dir)
         adapters = read_adapters(directory, manifest)
-    sources = find_weights(weights_dir, config).sources
+    sources = find_weights(weights_dir, config)
     weights = _Weights(config, sources, adapters, places, shapes, getattr(torch, dtype))
     with writing(out), drafted(out, weights.n_bytes) as draft:
         weight_map = weights.write(draft)
@@ -310,17 +310,6 @@ class _Weights:
         return values
 
 
-class _Adapter(NamedTuple):
-    """An adapter of consecutive rows of a layer."""
-
-    start: int
-    """the first of the rows"""
-    a: Tensor
-    """(rank, in)"""
-    b: Tensor
-    """(rows, rank)"""
-
-
 def _export_adapters(
     out: Path,
     directory: Path,
@@ -333,37 +322,28 @@ def _export_adapters(
     if manifest.base is None:
         problem = "has no LoRA adapters (lora_rank: null); export it without --adapter"
         raise ConfigError(f"{directory}: {problem}")
-    if base_dir is not None and isinstance(config, ModelConfig):
-        problem = "--adapter reads no base of a model that model.py computes"
-        raise ConfigError(f"--base: {problem}; leave it out")
+    if isinstance(config, ModelConfig):
+        problem = f"{directory} has adapters of a model of model.py, which PEFT cannot load"
+        raise ConfigError(f"--adapter: {problem}; {_MERGED}")
     layout = _find_layout(config, str(base_dir or manifest.base.source))
     adapters = read_adapters(directory, manifest)
     of_experts = _find_adapted_experts(adapters, layout)
     if of_experts:
         _refuse_renamed(layout, [f"{name.rpartition('.')[0]}.lora_A.weight" for name in of_experts])
 
-    by_their_layer: dict[str, list[_Adapter]] = {}
-    for name, a in adapters.items():
-        if not name.endswith(".lora_A.weight"):
-            continue
-        layer = name.removesuffix(".lora_A.weight")
-        place = layout.places[layer]
-        adapter = _Adapter(place.start, a, adapters[f"{layer}.lora_B.weight"])
-        by_their_layer.setdefault(place.name.removesuffix(".weight"), []).append(adapter)
-
-    targets = _name_targets(by_their_layer.keys(), layout.modules)
+    adapted: dict[str, str] = {}
+    """our layers with adapters, by the class's names"""
+    for name in adapters:
+        if name.endswith(".lora_A.weight"):
+            layer = name.removesuffix(".lora_A.weight")
+            adapted[layout.layers[layer]] = layer
+    targets = _name_targets(adapted.keys(), layout.modules)
     _refuse_names_of_experts(layout.model_type, targets.values())
     tensors: dict[str, Rows] = {}
-    ranks: dict[str, int] = {}
-    partial: set[str] = set()
-    """layers in which adapters are for a part of the rows"""
-    for layer, of_layer in by_their_layer.items():
-        a, b = _combine_adapters(of_layer, layout.n_out[layer])
-        if len(b) > len(of_layer[0].b):  # the layer is several of ours
-            partial.add(re.sub(r"\.\d+\.", ".*.", layer))
-        tensors[f"base_model.model.{layer}.lora_A.weight"] = Rows(a.to(dtype), 0)
-        tensors[f"base_model.model.{layer}.lora_B.weight"] = Rows(b.to(dtype), 0)
-        ranks[targets[layer]] = len(a)
+    for their_layer, layer in adapted.items():
+        for part in ("lora_A", "lora_B"):
+            tensor = adapters[f"{layer}.{part}.weight"]
+            tensors[f"base_model.model.{their_layer}.{part}.weight"] = Rows(tensor.to(dtype), 0)
     for name, tensor in _arrange_for_peft(adapters, of_experts).items():
         tensors[f"base_model.model.{name}"] = Rows(tensor.to(dtype), 0)
 
@@ -371,9 +351,8 @@ def _export_adapters(
     peft_config = _write_peft_config(
         manifest.base,
         adapters.config,
-        ranks,
+        sorted(set(targets.values())),
         sorted(set(parameters.values())),
-        transposed=layout.transposed,
     )
     files = {"adapter_config.json": peft_config}
     tokenizer = _load_tokenizer(directory, manifest)
@@ -384,9 +363,6 @@ def _export_adapters(
         write_tensors(draft / "adapter_model.safetensors", tensors)
         for name, content in files.items():
             (draft / name).write_bytes(content)
-    for layer in sorted(partial):
-        cause = "B has blocks of zeros, as each part of the layer has an adapter or none"
-        warn(f"{layer}: {cause}: PEFT computes the same, but would train the zeros, too")
     return n_bytes
 
 
@@ -397,42 +373,22 @@ class _Layout(NamedTuple):
     """of the class"""
     modules: Sequence[str]
     """the names of its modules, among which PEFT looks for those to adapt"""
-    places: Mapping[str, Place]
-    """in its layers, by our layer"""
-    n_out: Mapping[str, int]
-    """rows of its layers"""
-    transposed: bool = False
-    """see `Family`"""
-    experts: Mapping[str, str] = {}
+    layers: Mapping[str, str]
+    """the names of its linear layers, by our names"""
+    experts: Mapping[str, str]
     """the names of its tensors with a matrix of each expert, by our names, in the class's order"""
-    parameters: Sequence[str] = ()
+    parameters: Sequence[str]
     """the names of all"""
-    saved: PreTrainedModel | None = None
-    """on the meta device, if it is no model of model.py"""
+    saved: PreTrainedModel
+    """on the meta device"""
 
 
-def _find_layout(config: AnyModelConfig, base: str) -> _Layout:
-    """Return where the class that loads `base` has the linear layers of a model of `config`.
+def _find_layout(config: TransformersConfig, base: str) -> _Layout:
+    """Return where the class that config.json of `base` names has the layers of the trained one.
 
     Raises:
         ConfigError: `base` has no config.json, or its class does not contain the model.
     """
-    if isinstance(config, TransformersConfig):
-        return _find_layout_in_class(config, base)
-    places: dict[str, Place] = {}
-    n_out: dict[str, int] = {}
-    family = config_json.find_family(config)
-    of_parameters, shapes = families.map_parameters(family, config)
-    for name, place in of_parameters.items():
-        places[name.removesuffix(".weight")] = place
-    for name, shape in shapes.items():
-        if len(shape) == 2:
-            n_out[name.removesuffix(".weight")] = shape[1 if family.transposed else 0]
-    return _Layout(family.model_type, list(n_out), places, n_out, family.transposed)
-
-
-def _find_layout_in_class(config: TransformersConfig, base: str) -> _Layout:
-    """Return where the class that config.json of `base` names has the layers of the trained one."""
     try:
         base_config = read_config(weights.read_config(base))
     except ConfigError as error:
@@ -442,13 +398,11 @@ def _find_layout_in_class(config: TransformersConfig, base: str) -> _Layout:
     with torch.device("meta"):
         saved = build_saved_model(base_config, network)
     saved_names = {name: saved_name for saved_name, name in find_names(saved, network).items()}
-    places: dict[str, Place] = {}
-    n_out: dict[str, int] = {}
+    layers: dict[str, str] = {}
     for layer in find_linear_layers(network, find_blocks(network)):
         if layer.is_called:
             saved_name = saved_names[f"{layer.name}.weight"].removesuffix(".weight")
-            places[f"{NETWORK}.{layer.name}"] = Place(saved_name, start=0, transposed=False)
-            n_out[saved_name] = layer.module.out_features
+            layers[f"{NETWORK}.{layer.name}"] = saved_name
     experts: dict[str, str] = {}
     for path, module in network.named_modules():
         names = {matrix.name for matrix in find_expert_matrices(module)}
@@ -458,19 +412,17 @@ def _find_layout_in_class(config: TransformersConfig, base: str) -> _Layout:
     layout = _Layout(
         saved.config.model_type,
         [name for name, _ in saved.named_modules()],
-        places,
-        n_out,
-        experts=experts,
-        parameters=[name for name, _ in saved.named_parameters()],
-        saved=saved,
+        layers,
+        experts,
+        [name for name, _ in saved.named_parameters()],
+        saved,
     )
-    _refuse_renamed(layout, [f"{layer}.lora_A.weight" for layer in n_out])
+    _refuse_renamed(layout, [f"{layer}.lora_A.weight" for layer in layers.values()])
     return layout
 
 
 def _refuse_renamed(layout: _Layout, names: Iterable[str]) -> None:
     """Raise ConfigError if PEFT renames tensors of the `names` when it loads them."""
-    assert layout.saved is not None
     renamed = find_renamed(layout.saved, names)
     if renamed:
         shown = ", ".join(limit_problems(list(dict.fromkeys(map(without_numbers, renamed)))))
@@ -549,49 +501,23 @@ _NAMES_OF_EXPERTS = {
 """of PEFT's `_MOE_TARGET_MODULE_MAPPING`"""
 
 
-def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor, Tensor]:
-    """Return A and B of one adapter that changes a layer of `n_out` rows as `adapters` do.
-
-    Below one another, their A are one matrix of the sum of their ranks. Its product with a B whose
-    rows of an adapter are that adapter's B in the columns of its ranks, and 0 elsewhere, has in
-    these rows the product of the adapter's B and A.
-    """
-    a = torch.cat([adapter.a for adapter in adapters])
-    b = torch.zeros(n_out, len(a))
-    first_rank = 0
-    for adapter in adapters:
-        n_rows, rank = adapter.b.shape
-        rows = slice(adapter.start, adapter.start + n_rows)
-        b[rows, first_rank : first_rank + rank] = adapter.b
-        first_rank += rank
-    return a, b
-
-
 def _write_peft_config(
     base: Base,
     config: LoraConfig,
-    ranks: Mapping[str, int],
+    layers: Sequence[str],
     parameters: Sequence[str],
-    *,
-    transposed: bool,
 ) -> bytes:
     """Return PEFT's `adapter_config.json`.
 
     Args:
-        ranks: those of the adapters of layers, by target.
+        layers: `target_modules`.
         parameters: targets that are tensors of experts.
-        transposed: see `Family`.
     """
     name = base.source
     revision: str | None = None
     is_on_hub = not Path(base.source).is_absolute()
     if is_on_hub:
         name, _, revision = base.source.partition("@")
-    other_ranks = {layer: rank for layer, rank in ranks.items() if rank != config.lora_rank}
-    # PEFT divides each alpha by its own rank, or the root of it.
-    other_alphas: dict[str, float] = {}
-    for layer, rank in other_ranks.items():
-        other_alphas[layer] = config.lora_scale * config.rank_divisor(rank)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -601,11 +527,8 @@ def _write_peft_config(
         "lora_alpha": config.lora_alpha,
         "use_rslora": config.use_rslora,
         "lora_dropout": config.lora_dropout,
-        "target_modules": sorted(ranks),
+        "target_modules": layers,
         "target_parameters": parameters or None,
-        "rank_pattern": other_ranks,
-        "alpha_pattern": other_alphas,
-        "fan_in_fan_out": transposed,
         "bias": "none",
         "inference_mode": True,
     }

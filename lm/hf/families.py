@@ -1,4 +1,4 @@
-"""Model families of Hugging Face, as tables: the names of their keys, modules and tensors.
+"""Families of Hugging Face as which models of model.py are exported: tables of names.
 
 The modules have the same structure on both sides, so a family is a table of names. Some store
 several of our matrices as one, below one another, and GPT-2 its matrices as (in, out). Rotary
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lm.model_config import MAX_SHARED_EXPERTS, ModelConfig
-from lm.presets import PRESETS
 from model import Transformer
 
 
@@ -26,20 +25,15 @@ class Family:
     class_name: str
     keys: Mapping[str, str]
     """our key -> the key in config.json"""
-    defaults: Mapping[str, Any]
-    """our key -> its value if config.json does not have it; else None"""
     supported: Mapping[str, tuple[Any, ...]]
-    """our key without a key in config.json -> the values that the family supports; first the
-    default"""
-    required: Mapping[str, tuple[Any, ...]]
-    """key in config.json without a key of ours -> the values that `ModelConfig` can represent;
-    first the default"""
+    """our key without a key in config.json -> the values that the family supports"""
+    constants: Mapping[str, Any]
+    """key in config.json without a key of ours -> the value that `ModelConfig` can represent"""
     modules: Mapping[str, str]
     """our module -> the module in transformers; {} is the layer, a second one the expert. Modules
     that are one there have its rows, in this order."""
     biases: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """our `bias` -> the keys in config.json that enable biases; first the default. {} = the family
-    has no such keys"""
+    """our `bias` -> the keys in config.json that enable biases; {} = the family has no such keys"""
     dropout_keys: tuple[str, ...] = ()
     transposed: bool = False
     """whether the matrices in the layers are stored as (in, out)"""
@@ -66,16 +60,6 @@ LLAMA = Family(
         "norm_eps": "rms_norm_eps",
         "tie_embeddings": "tie_word_embeddings",
     },
-    defaults={
-        "d_model": 4096,
-        "n_heads": 32,
-        "n_layers": 32,
-        "vocab_size": 32000,
-        "max_seq_len": 2048,
-        "d_ff": 11008,
-        "norm_eps": 1e-6,
-        "tie_embeddings": False,
-    },
     supported={
         "norm": ("rmsnorm",),
         "norm_placement": ("pre",),
@@ -84,7 +68,7 @@ LLAMA = Family(
         "ffn": ("swiglu",),
         "bias": ("none", "ffn", "attention", "all"),
     },
-    required={"hidden_act": ("silu", "swish")},
+    constants={"hidden_act": "silu"},
     modules={
         "embedding.tokens": "model.embed_tokens",
         "blocks.attention_norm": "model.layers.{}.input_layernorm",
@@ -116,21 +100,14 @@ MISTRAL = replace(
         **LLAMA.keys,
         "sliding_window": "sliding_window",
     },
-    defaults={
-        **LLAMA.defaults,
-        "max_seq_len": 131072,
-        "n_kv_heads": 8,
-        "d_ff": 14336,
-        "sliding_window": 4096,
-    },
     supported={
         **LLAMA.supported,
         "bias": ("none",),
     },
-    required={
-        **LLAMA.required,
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
+    constants={
+        **LLAMA.constants,
+        "attention_bias": False,
+        "mlp_bias": False,
     },
     biases={},
 )
@@ -138,20 +115,13 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "vocab_size": 151936,
-        "max_seq_len": 32768,
-        "n_kv_heads": 32,
-        "d_ff": 22016,
-    },
     supported={
         **LLAMA.supported,
         "bias": ("qkv",),
     },
-    required={
-        **LLAMA.required,
-        "use_sliding_window": (False,),
+    constants={
+        **LLAMA.constants,
+        "use_sliding_window": False,
     },
     biases={},
 )
@@ -159,38 +129,29 @@ QWEN3 = replace(
     QWEN2,
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    defaults={
-        **QWEN2.defaults,
-        "head_dim": 128,
-    },
     supported={
         **LLAMA.supported,
         "qk_norm": ("head",),
         "bias": ("none",),
     },
-    required={
-        **QWEN2.required,
-        "attention_bias": (False,),
+    constants={
+        **QWEN2.constants,
+        "attention_bias": False,
     },
 )
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "vocab_size": 50304,
-        "norm_eps": 1e-5,
-    },
     supported={
         **LLAMA.supported,
         "norm_placement": ("post",),
         "qk_norm": ("projection",),
         "bias": ("none",),
     },
-    required={
-        **LLAMA.required,
-        "attention_bias": (False,),
+    constants={
+        **LLAMA.constants,
+        "attention_bias": False,
     },
     modules={
         **LLAMA.modules,
@@ -212,10 +173,6 @@ GPT2 = Family(
         "norm_eps": "layer_norm_epsilon",
         "tie_embeddings": "tie_word_embeddings",
     },
-    defaults={
-        **PRESETS["gpt2"],
-        "norm_eps": 1e-5,
-    },
     supported={
         "norm": ("layernorm",),
         "norm_placement": ("pre",),
@@ -224,12 +181,12 @@ GPT2 = Family(
         "ffn": ("gelu",),
         "bias": ("all",),
     },
-    required={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "reorder_and_upcast_attn": (False,),
-        "add_cross_attention": (False,),
+    constants={
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
     },
     modules={
         "embedding.tokens": "transformer.wte",
@@ -273,7 +230,7 @@ OLMOE = replace(
         "qk_norm": ("projection",),
         "bias": ("none",),
     },
-    required={**LLAMA.required, "attention_bias": (False,), "clip_qkv": (None,)},
+    constants={**LLAMA.constants, "attention_bias": False, "clip_qkv": None},
     modules={**LLAMA.modules, **_MIXTURE_MODULES},
     biases={},
 )
@@ -283,7 +240,7 @@ QWEN3_MOE = replace(
     class_name="Qwen3MoeForCausalLM",
     keys={**QWEN3.keys, **_MIXTURE_KEYS, "d_ff": "moe_intermediate_size"},
     supported={**QWEN3.supported, **_WITHOUT_ROUTER_BIAS},
-    required={**QWEN3.required, "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    constants={**QWEN3.constants, "decoder_sparse_step": 1, "mlp_only_layers": []},
     modules={**QWEN3.modules, **_MIXTURE_MODULES},
 )
 MINIMAX_M2 = replace(
@@ -301,7 +258,7 @@ MINIMAX_M2 = replace(
         "router_balance": ("bias", "none", "sequence"),
         "norm_topk_prob": (True,),
     },
-    required=LLAMA.required,
+    constants=LLAMA.constants,
     modules={
         **LLAMA.modules,
         "blocks.ffn.router": "model.layers.{}.block_sparse_moe.gate",
@@ -326,14 +283,14 @@ DOTS1 = replace(
         "router": ("sigmoid",),
         "router_balance": ("bias", "none", "sequence"),
     },
-    required={
-        **LLAMA.required,
-        "attention_bias": (False,),
-        "first_k_dense_replace": (0,),
-        "n_group": (1,),
-        "topk_group": (1,),
-        "routed_scaling_factor": (1.0,),
-        "sliding_window": (None,),
+    constants={
+        **LLAMA.constants,
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "sliding_window": None,
     },
     modules={
         **QWEN3_MOE.modules,

@@ -9,9 +9,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch import Tensor
 from lm import transformers_model
 from lm.checkpoint.compare import require_same_structure
 from lm.checkpoint.contents import require_tensors_of
-from lm.checkpoint.headers import TensorSlice, full_shape
 from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, WEIGHTS, read_manifest
@@ -36,24 +34,13 @@ from lm.errors import (
     ConfigError,
     RunError,
     error_prefix,
-    limit_problems,
     nearest_file,
     oserror_as_config_error,
 )
-from lm.hf import config_json, families
 from lm.hf.class_weights import ClassWeights, open_weights
 from lm.hf.examine import examine, examine_whole
-from lm.hf.families import Family
-from lm.hf.files import (
-    READ_DTYPES,
-    SAFETENSORS_INDEX,
-    WEIGHT_SUFFIXES,
-    describe_unused,
-    find_slices,
-    read_object,
-)
+from lm.hf.files import SAFETENSORS_INDEX, WEIGHT_SUFFIXES, read_object
 from lm.hf.quantization import quantization_of
-from lm.launch.console import warn
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.model_config import MAX_SIZE
 from lm.runtime.world import World
@@ -71,12 +58,9 @@ from lm.transformers_model import (
     text_config,
 )
 from lm.units import format_bytes
-from model import ModelConfig
 
 _STRUCTURE_FILES = (MODEL_CONFIG, *SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
-_BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
-"""Constants that older versions of transformers save: causal masks and rotary frequencies."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 
@@ -130,101 +114,16 @@ def find_complete_source(source: str) -> Path:
     return find_source(source, ["*"], but_not=[f"*{suffix}" for suffix in WEIGHT_SUFFIXES])
 
 
-class HuggingFaceModel(NamedTuple):
-    """A directory of Hugging Face that `ModelConfig` can represent."""
-
-    family: Family
-    config: ModelConfig
-    sources: dict[str, Source]
-    """where each of our parameters is in the files"""
-    tied_head: Source | None
-    """a copy of the embedding, which older files contain"""
-    unused: Sequence[str]
-    """names of tensors that are not the model's, which transformers does not read either"""
-
-
-def open_model(directory: Path) -> HuggingFaceModel:
-    """Read a model's structure, and check the names, shapes and dtypes of its tensors.
+def read_structure(directory: Path) -> TransformersConfig:
+    """Return the examined model of transformers that the config.json in `directory` describes.
 
     Raises:
-        ConfigError: it cannot be represented exactly, or its tensors are not those of its
-            structure; lists them.
-        RunError: a file is damaged.
-    """
-    config_path = directory / MODEL_CONFIG
-    family, config = config_json.read_config(read_object(config_path), str(config_path))
-    places, shapes = families.map_parameters(family, config)
-    tensors = _find_tensors(directory, family)
-    tied_head: Source | None = None
-    if config.tie_embeddings and "lm_head.weight" in tensors:
-        tied_head = Source(tensors.pop("lm_head.weight"))
-    problems = _compare_tensors(tensors, shapes)
-    if problems:
-        problem = f"{directory}: the tensors do not match {MODEL_CONFIG}:"
-        raise ConfigError(problem, *limit_problems(problems))
-    sources: dict[str, Source] = {}
-    for name, place in places.items():
-        sources[name] = Source(tensors[place.name], place.start, place.transposed)
-    unused = [name for name in tensors if name not in shapes]
-    return HuggingFaceModel(family, config, sources, tied_head, unused)
-
-
-class Structure(NamedTuple):
-    """What a Hugging Face model is, without its weights."""
-
-    directory: Path
-    """of its files other than weights, at least"""
-    config: AnyModelConfig
-    family: Family | None
-    """None = it is computed by its class in transformers"""
-
-
-def read_structure(source: str, *, needs_weights: bool = True) -> Structure:
-    """Read the structure of the Hugging Face model `source`.
-
-    The weights of a model on the Hub are downloaded, and their tensors checked, where they are
-    loaded; those of a directory are checked.
-
-    Args:
-        needs_weights: whether a directory must have weights; else its config.json alone is read.
-
-    Raises:
-        ConfigError: it cannot be downloaded, see `open_model`, `open_weights` and `examine`.
-    """
-    structure = _read_structure(find_source(source, _STRUCTURE_FILES))
-    if needs_weights and Path(source).is_dir():
-        if structure.family is None:
-            open_weights(structure.directory)
-        else:
-            open_model(structure.directory)
-    return structure
-
-
-def _read_structure(directory: Path) -> Structure:
-    """Return what the config.json in `directory` describes: model.py computes it if it can.
-
-    Raises:
-        ConfigError: neither does, or a value is impossible; lists what model.py does not have.
+        ConfigError: see `examined_config`.
     """
     path = directory / MODEL_CONFIG
     raw = read_object(path)
-    if not config_json.is_of_a_family(raw):
-        with error_prefix(str(path)):
-            return Structure(directory, examined_config(raw), None)
-    try:
-        family, own_config = config_json.read_config(raw, str(path))
-        return Structure(directory, own_config, family)
-    except config_json.NotRepresentedError as error:
-        missing = error
-    try:
-        config = examined_config(raw)
-    except ConfigError as error:
-        problems = list(missing.problems)
-        if find_spec("transformers") is None:
-            problems += error.problems
-        raise ConfigError(*problems) from None
-    warn(f"transformers computes this model, model.py cannot: {'; '.join(missing.problems)}")
-    return Structure(directory, config, None)
+    with error_prefix(str(path)):
+        return examined_config(raw)
 
 
 def read_config(source: str) -> dict[str, Any]:
@@ -282,14 +181,20 @@ def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]
     """Return the hyperparameters that the model `source` sets, {} if it is not on this disk.
 
     Args:
-        needs_weights: see `read_structure`. If not, a tokenizer may be missing, too, and is left
-            out.
+        needs_weights: whether a directory must have weights, which are checked; those on the Hub
+            are downloaded and checked where they are loaded. If not, a tokenizer may be missing,
+            too, and is left out.
 
     Raises:
-        ConfigError: it cannot be downloaded, see `open_model`, or its tokenizer does not fit it.
+        ConfigError: it cannot be downloaded, see `read_structure` and `open_weights`, or its
+            tokenizer does not fit it.
     """
+    config: AnyModelConfig
     if is_model(source):
-        directory, config, _ = read_structure(source, needs_weights=needs_weights)
+        directory = find_source(source, _STRUCTURE_FILES)
+        config = read_structure(directory)
+        if needs_weights and Path(source).is_dir():
+            open_weights(directory)
         its_tokenizer = None
         if load_model_tokenizer(directory, config) is not None:
             its_tokenizer = str(directory)
@@ -331,15 +236,16 @@ def load_model_tokenizer(directory: Path, config: AnyModelConfig) -> Tokenizer |
 
 
 def load_model(
-    directory: Path, device: torch.device, dtype: torch.dtype = torch.float32
-) -> AnyModel:
+    directory: Path, config: TransformersConfig, device: torch.device, dtype: torch.dtype
+) -> TransformersModel:
     """Return the model of a Hugging Face directory in a single process, in evaluation mode.
 
     Args:
+        config: see `read_structure`.
         dtype: of the weights.
     """
     with torch.device("meta"):
-        model = new_model(read_structure(str(directory)).config).eval()
+        model = TransformersModel(config).eval()
         convert_weights(model, dtype)
     model.to_empty(device=device)
     read_directory(directory, model)
@@ -367,14 +273,14 @@ def load_into(
     started = time.monotonic()
     directory = world.run_in_thread(find_source, source)  # which can download for long
     opened: ClassWeights | None = None
-    notes: Sequence[str] = ()
     with world.all_or_none():
-        if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
+        if (directory / MANIFEST).exists():
+            _read_checkpoint(directory, model)
+        else:
             opened = open_weights(directory)
             if to_be_exported:
                 opened.require_savable()
-        else:
-            notes = read_directory(directory, model)
+    notes: Sequence[str] = ()
     if opened is not None:
         network = cast(TransformersModel, model).network
         opened.read(network, world)
@@ -387,34 +293,31 @@ def load_into(
         log(f"{source}: {note}")
 
 
-@torch.no_grad()
-def read_directory(directory: Path, model: AnyModel) -> Sequence[str]:
-    """Fill this rank's shards of `model`, except for adapters, from `directory`.
+def read_directory(directory: Path, model: AnyModel) -> None:
+    """Fill `model`, in a single process, except for adapters.
 
     Args:
         directory: of a Hugging Face model or a checkpoint.
 
-    Returns:
-        Lines on what is not read as it is.
-
     Raises:
-        ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
+        ConfigError: see `open_weights`, or the directory holds another model.
         RunError: a file is damaged, or holds inf or NaN.
     """
-    if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
-        opened = open_weights(directory)
-        opened.read(model.network)
-        return opened.notes(model.network)
+    if (directory / MANIFEST).exists():
+        _read_checkpoint(directory, model)
+        return
+    if not isinstance(model, TransformersModel):
+        problem = "has weights of a class of transformers, and the adapters are of model.py"
+        raise ConfigError(f"{directory}: {problem}; train them again with init_from: {directory}")
+    open_weights(directory).read(model.network)
+
+
+@torch.no_grad()
+def _read_checkpoint(directory: Path, model: AnyModel) -> None:
+    """Fill this rank's shards of `model`, except for adapters, from a checkpoint."""
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    sources, tied_head, unused = find_weights(directory, model.config)
-    for name, source in sources.items():
+    for name, source in find_weights(directory, model.config).items():
         _read_weight(parameters[name], source)
-    if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
-        raise ConfigError(
-            f"{directory}: {MODEL_CONFIG} ties lm_head.weight to the embedding, but the files have"
-            f" a different one; set tie_word_embeddings: false in {MODEL_CONFIG} to use it"
-        )
-    return [describe_unused(unused)] if unused else []
 
 
 def _read_weight(tensor: Tensor, source: Source) -> None:
@@ -432,86 +335,17 @@ def _read_weight(tensor: Tensor, source: Source) -> None:
         start += len(target)
 
 
-class FoundWeights(NamedTuple):
-    """Where the weights of a model are; see `HuggingFaceModel`."""
-
-    sources: dict[str, Source]
-    tied_head: Source | None = None
-    unused: Sequence[str] = ()
-
-
-def find_weights(directory: Path, config: AnyModelConfig) -> FoundWeights:
-    """Return where each parameter of the model is.
-
-    Args:
-        directory: of a Hugging Face model or a checkpoint.
+def find_weights(directory: Path, config: AnyModelConfig) -> dict[str, Source]:
+    """Return where each parameter of the model is in the checkpoint in `directory`.
 
     Raises:
-        ConfigError: the directory holds another model; lists every difference.
+        ConfigError: it is one of another model; lists every difference.
         RunError: a file is damaged.
     """
-    if not (directory / MANIFEST).exists():
-        model = open_model(directory)
-        return FoundWeights(model.sources, model.tied_head, model.unused)
     manifest = read_manifest(directory)
     require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):
         state = lora.trained_parameters(new_model(config))
     found = find_tensors(directory, manifest, WEIGHTS)
     require_tensors_of({"model": state}, directory, found)
-    return FoundWeights({name: Source(found["model"][name]) for name in state})
-
-
-def _is_equal(embedding: Tensor, head: Source) -> bool:
-    """Return whether this rank's rows of `embedding` are those of `head`."""
-    if full_shape(head.slices) != tuple(embedding.shape):
-        return False
-    stored = torch.empty_like(embedding)
-    read_into(stored, head)
-    stored_rows, _ = local_rows(stored)
-    rows, _ = local_rows(embedding)
-    return stored_rows.equal(rows)
-
-
-@oserror_as_config_error
-def _find_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice]]:
-    """Return the tensors in the files of `directory`, without old constants.
-
-    Their names are those in a model with a head. If the bare model was saved, its own prefix is
-    missing in the files.
-    """
-    found = find_slices(directory)
-    bare_model, _, _ = family.modules["embedding.tokens"].partition(".")
-    is_bare = not any(name.startswith(f"{bare_model}.") for name in found)
-    tensors: dict[str, list[TensorSlice]] = {}
-    for stored_name, slices in found.items():
-        name = stored_name
-        if is_bare and not stored_name.startswith("lm_head."):
-            name = f"{bare_model}.{stored_name}"
-        if not _BUFFERS.fullmatch(name):
-            tensors[name] = slices
-    return tensors
-
-
-def _compare_tensors(
-    tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """Return how `tensors` differ from those that a model of `shapes` has."""
-    problems = [f"{name}: missing" for name in shapes if name not in tensors]
-    are_all_there = not problems
-    for name, slices in tensors.items():
-        if name not in shapes:
-            if not are_all_there:
-                problems.append(f"{name}: unexpected tensor")
-            continue
-        shape = full_shape(slices)
-        if any(piece.dtype.name not in READ_DTYPES for piece in slices):
-            problem = f"{slices[0].dtype} is a quantized dtype; use the model without quantization"
-            problems.append(f"{name}: {problem}")
-        elif shape is None:
-            problems.append(f"{name}: in several files")
-        elif shape != shapes[name]:
-            problems.append(
-                f"{name}: {list(shape)} in the file, {list(shapes[name])} in {MODEL_CONFIG}"
-            )
-    return problems
+    return {name: Source(found["model"][name]) for name in state}

@@ -38,13 +38,8 @@ _GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 
 
 def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
-    """Read the experiment file. A start that is not here is not needed if `model` is given."""
-    hp = reading.load_hyperparameters(args.config, args.overrides)
-    if hp.checkpoint.init_from is None:
-        return hp
-    if Path(hp.checkpoint.init_from).exists() or hp.own_model.model is None:
-        return reading.load_hyperparameters(args.config, args.overrides, _read_start)
-    return hp
+    """Read the experiment file."""
+    return reading.load_hyperparameters(args.config, args.overrides, _read_start)
 
 
 def _load_with(args: argparse.Namespace, settings: Mapping[str, str]) -> Hyperparameters:
@@ -66,10 +61,7 @@ def _read_start(init_from: str) -> Mapping[str, Any]:
         problems: Sequence[str] = [f"init_from: {init_from} does not exist"]
     except ConfigError as error:
         problems = error.problems
-    advice = (
-        "for a plan set model to the preset of its shape, or use a directory with its config.json"
-    )
-    raise ConfigError(*problems, f"init_from: {advice}")
+    raise ConfigError(*problems, "init_from: a plan needs a directory with its config.json")
 
 
 def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:

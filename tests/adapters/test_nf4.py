@@ -29,10 +29,9 @@ from lm.hf import weights
 from lm.training import four_bits, lora
 from lm.training.config import LoraConfig
 from lm.training.four_bits import NF4, NF4Linear, quantize_nf4
-from model import Transformer
+from lm.transformers_model import AnyModel, new_model
 from tests.support import REPOSITORY
 from tests.support.hf import (
-    GPT2,
     LLAMA,
     adapters_in_peft,
     add_tokenizer,
@@ -188,8 +187,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "vocab_size": 300,
     },
-    "gpt2": GPT2 | {"n_embd": 64, "vocab_size": 300, "n_positions": 32},
 }
+MODELS["tied"] = MODELS["llama"] | {"tie_word_embeddings": True}
 """Models of which 64 divides the inputs of all layers, and three ranks not their outputs."""
 
 
@@ -204,10 +203,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def settings(base: Path, **changes: Any) -> dict[str, Any]:
-    """Hyperparameters of a run on `base`, with the keys of its model."""
-    its_keys = weights.model_defaults(str(base))
-    del its_keys["tokenizer"]
-    return its_keys | TRAINING | {"init_from": str(base)} | changes
+    """Hyperparameters of a run on `base`."""
+    return TRAINING | {"init_from": str(base)} | changes
 
 
 SOME_LAYERS = {"lora_targets": ["q_proj", "down_proj"]}
@@ -235,14 +232,14 @@ def test_runs_on_nf4_train_as_one_process_does(bases: dict[str, Path], tmp_path:
         return run_ranks(ranks, train_each, str(tmp_path), runs, {})[0]
 
     base = settings(bases["llama"])
-    gpt2 = settings(bases["gpt2"], dropout=0.0)
-    alone = {"one": base, "some-layers": base | SOME_LAYERS, "gpt2": gpt2}
+    tied = settings(bases["tied"])
+    alone = {"one": base, "some-layers": base | SOME_LAYERS, "tied": tied}
     one = train(1, alone | {"16-bits": base | {"base_dtype": None}})
     assert one["16-bits"] != pytest.approx(one["one"], rel=1e-4)
     for ranks, options in OPTIONS.items():
         runs = {name: base | changes for name, changes in options.items()}
         if ranks == 2:
-            runs |= {"gpt2": gpt2, "bfloat16": base | {"amp_dtype": "bfloat16"}}
+            runs |= {"tied": tied, "bfloat16": base | {"amp_dtype": "bfloat16"}}
         found = train(ranks, runs)
         if ranks == 2:
             assert found.pop("bfloat16") == pytest.approx(one["one"], rel=2e-2)
@@ -290,7 +287,7 @@ def train_with_peft(hp: Hyperparameters, base: Path, eps: float) -> Trained:
         "target_modules": "all-linear",
     }
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
-    adapters = adapters_in_peft(model, "llama", hp)
+    adapters = adapters_in_peft(model)
     start_as_ours(adapters, hp, 7)
     gradients: dict[str, Tensor] = {}
     for name, parameter in adapters.items():
@@ -365,18 +362,17 @@ def test_nf4_run_resumes_exactly_and_only_on_nf4(
     assert read_exact_metrics(tmp_path) == read_exact_metrics(trained)
 
 
-def dense_model(bases: dict[str, Path], checkpoint: Path, is_quantized: bool) -> Transformer:
+def dense_model(bases: dict[str, Path], checkpoint: Path, is_quantized: bool) -> AnyModel:
     """The model of a checkpoint in a plain loop: a base, quantized or not, plus B A."""
     adapters = hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
-    source = weights.open_model(bases["llama"])
-    model = Transformer(source.config)
-    weights.read_directory(bases["llama"], model)
+    config = weights.read_structure(bases["llama"])
+    model = weights.load_model(bases["llama"], config, torch.device("cpu"), torch.float32)
     for name, parameter in model.named_parameters():
-        if is_quantized and name.startswith("blocks.") and parameter.ndim == 2:
+        if is_quantized and ".layers." in name and parameter.ndim == 2:
             packed = quantize_nf4(parameter.detach())
             parameter.data.copy_(NF4.dequantize(packed, torch.float32))
         adapters.merge(name, parameter.data)
-    return model.eval()
+    return model
 
 
 @pytest.mark.slow
@@ -466,12 +462,12 @@ def test_values_that_do_not_fit_nf4_are_refused(
 def test_layers_whose_inputs_64_does_not_divide_stay_dense_and_are_named(tmp_path: Path) -> None:
     make_reference(MODELS["llama"] | {"intermediate_size": 96}).save_pretrained(tmp_path)
     hp = read_with_model_defaults(settings(tmp_path))
-    model = lora.add_adapters(Transformer(hp.own_model), hp.lora, torch.bfloat16)
-    dtypes = {name.split(".")[-2]: p.dtype for name, p in model.blocks.named_parameters()}
+    model = lora.add_adapters(new_model(hp.model), hp.lora, torch.bfloat16)
+    dtypes = {name.split(".")[-2]: p.dtype for name, p in model.blocks[0].named_parameters()}
     assert dtypes["up_proj"] == torch.uint8
     assert dtypes["down_proj"] == torch.bfloat16
     (note,) = lora.notes(hp.lora, model)
-    assert re.search(r"nf4 holds 78% .* stay ffn.down_proj.weight \(24.6K\)$", note)
+    assert re.search(r"nf4 holds 78% .* stay mlp.down_proj.weight \(24.6K\)$", note)
 
 
 def test_models_without_a_layer_that_64_divides_are_refused(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
 from lm.data.loader import Loader
 from lm.data.run_data import open_data
-from lm.hf import families, weights
+from lm.hf import weights
 from lm.hf.small_config import small_configs
 from lm.training import lora, parallelize
-from lm.transformers_model import read_config, text_config
-from model import IGNORE_INDEX, Transformer
+from lm.transformers_model import NETWORK, new_model, read_config, text_config
+from model import IGNORE_INDEX
 
 VOCABULARY = 300
 """of the models of `save_model`"""
@@ -136,28 +136,19 @@ def read_with_model_defaults(hyperparameters: dict[str, Any], *overrides: str) -
     )
 
 
-def names_in_transformers(family: str, hp: Hyperparameters) -> dict[str, str]:
-    """The parameter in transformers' model of each of ours."""
-    places, _ = families.map_parameters(families.FAMILIES[family], hp.own_model)
-    return {name: place.name for name, place in places.items()}
-
-
-def adapters_in_peft(model: nn.Module, family: str, hp: Hyperparameters) -> dict[str, nn.Parameter]:
+def adapters_in_peft(model: nn.Module) -> dict[str, nn.Parameter]:
     """PEFT's adapters by our names."""
-    parameters = dict(model.named_parameters())
-    found = {}
-    for weight, in_transformers in names_in_transformers(family, hp).items():
-        for part in ("lora_A", "lora_B"):
-            layer = in_transformers.removesuffix(".weight")
-            parameter = parameters.get(f"base_model.model.{layer}.{part}.default.weight")
-            if parameter is not None:
-                found[f"{weight.removesuffix('.weight')}.{part}.weight"] = parameter
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        layer, _, part = name.removeprefix("base_model.model.").rpartition(".lora_")
+        if layer:
+            found[f"{NETWORK}.{layer}.lora_{part.replace('.default', '')}"] = parameter
     return found
 
 
 def initial_adapters(hp: Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
     """The adapters that a run with `seed` starts with."""
-    model = lora.add_adapters(Transformer(hp.own_model), hp.lora, None)
+    model = lora.add_adapters(new_model(hp.model), hp.lora, None).to_empty(device="cpu")
     parallelize.initialize_parameters(model, seed)
     return lora.trained_parameters(model)
 

@@ -23,13 +23,13 @@ from lm.data.loader import Loader
 from lm.data.run_data import open_data
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, RunError
-from lm.hf import weights
 from lm.inputs import check_searcher
 from lm.memory import Ranks
 from lm.metrics.device import GIB
 from lm.objectives.dpo import check_repeatable
 from lm.plan.step import device_bytes, find_peak, measure_step
 from lm.shards import Rows
+from lm.transformers_model import NETWORK
 from model import Transformer
 from tests.support.checkpoints import forge_manifest
 from tests.support.hf import (
@@ -37,7 +37,7 @@ from tests.support.hf import (
     adapters_in_peft,
     add_tokenizer,
     make_reference,
-    names_in_transformers,
+    read_with_model_defaults,
     save_model,
     start_as_ours,
 )
@@ -84,10 +84,9 @@ class Sources:
     pairs: Path
 
     def settings(self, **changes: Any) -> dict[str, Any]:
-        """Hyperparameters of a run, with the keys of its model."""
-        of_model = dict(weights.model_defaults(str(self.model)))
+        """Hyperparameters of a run."""
         data = {"train_data": str(self.pairs), "val_data": str(self.pairs)}
-        return of_model | data | {"init_from": str(self.model)} | TRAINING | changes
+        return data | {"init_from": str(self.model)} | TRAINING | changes
 
     def lines(self) -> list[dict[str, str]]:
         return [json.loads(line) for line in self.pairs.read_text().splitlines()]
@@ -277,12 +276,10 @@ def train_with_trl(sources: Sources, hp: Hyperparameters, folder: Path) -> TRLRu
         peft_config=adapted,
     )
     if adapted is None:
-        parameters = dict(model.named_parameters())
-        names = names_in_transformers("llama", hp)
-        trained = {ours: parameters[theirs] for ours, theirs in names.items()}
+        trained = {f"{NETWORK}.{name}": each for name, each in model.named_parameters()}
     else:
         assert isinstance(trainer.model, nn.Module)
-        trained = adapters_in_peft(trainer.model, "llama", hp)
+        trained = adapters_in_peft(trainer.model)
         start_as_ours(trained, hp, hp.run.seed or 0)
     gradients: dict[str, Tensor] = {}
 
@@ -304,7 +301,7 @@ def train_with_trl(sources: Sources, hp: Hyperparameters, folder: Path) -> TRLRu
 def test_dpo_trains_as_trl(name: str, sources: Sources, tmp_path: Path) -> None:
     changes = {"max_steps": TRL_STEPS, "validation_rate": TRL_STEPS, "lr": 1e-3}
     settings = sources.settings(**changes, **TRL[name])
-    hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
+    hp = read_with_model_defaults(settings)
     run_fsdp(tmp_path, config=settings, script=SAVE_FIRST_GRADIENTS, code=0)
     expected = train_with_trl(sources, hp, tmp_path / "trl")
 

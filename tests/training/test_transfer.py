@@ -16,7 +16,7 @@ from fsdp import build_model
 from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError
-from lm.hf import export, weights
+from lm.hf import export
 from lm.memory import count_state
 from lm.runtime.world import World
 from lm.shards import local_rows
@@ -271,12 +271,7 @@ def test_export_of_a_scaled_model_is_an_ordinary_one(style: str, tmp_path: Path)
 
     out = tmp_path / "out"
     export.export_model(in_world(save), out)
-    opened = weights.open_model(out)
-    assert opened.config.structure() == ModelConfig.model_validate(keys).structure()
-    loaded = Transformer(opened.config)
-    weights.read_directory(out, loaded)
     tokens = batch(9)[0]
-    assert torch.equal(loaded(tokens), model(tokens))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), atol=1e-6, rtol=1e-5)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from lm.errors import ConfigError
@@ -22,12 +23,11 @@ from lm.hf.weights import (
     find_complete_source,
     find_source,
     is_model,
+    load_model,
     model_defaults,
-    open_model,
-    read_directory,
+    read_structure,
 )
 from lm.plan import __main__ as plan
-from model import Transformer
 from tests.support.hf import LLAMA, make_reference, read_with_model_defaults
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
@@ -178,7 +178,7 @@ def test_find_source_in_the_cache_needs_no_hub(downloaded: Path, cache: pytest.M
     assert find_source("someone/llama") == downloaded
     assert find_source(f"someone/llama@{COMMIT}") == downloaded
     assert is_model("someone/llama@main")
-    assert model_defaults("someone/llama")["d_ff"] == LLAMA["intermediate_size"]
+    assert model_defaults("someone/llama")["vocab_size"] == LLAMA["vocab_size"]
 
 
 @pytest.mark.slow
@@ -189,10 +189,11 @@ def test_find_base_names_the_revision(downloaded: Path) -> None:
 
 
 @pytest.mark.slow
-def test_read_directory_follows_the_links_of_the_cache(downloaded: Path) -> None:
-    model = open_model(downloaded)
-    read_directory(downloaded, Transformer(model.config))
-    assert (model.family.model_type, model.config.d_model) == ("llama", 32)
+def test_load_model_follows_the_links_of_the_cache(downloaded: Path) -> None:
+    config = read_structure(downloaded)
+    model = load_model(downloaded, config, torch.device("cpu"), torch.float32)
+    expected = make_reference(LLAMA).state_dict()
+    assert all(each.equal(expected[name]) for name, each in model.network.state_dict().items())
 
 
 @pytest.mark.usefixtures("cache")

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
-import re
 import resource
 import shutil
 import time
@@ -20,16 +18,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp import build_model
-from lm.checkpoint import tensor_files
-from lm.checkpoint.headers import TensorSlice
+from lm.checkpoint.compare import require_same_structure
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
-from lm.runtime.world import MeshShape, World
-from model import Transformer
+from lm.runtime.world import World
+from lm.transformers_config import TransformersConfig
+from lm.transformers_model import new_model
+from model import ModelConfig, Transformer
 from tests.support.hf import (
     GPT2,
     LLAMA,
@@ -40,7 +37,7 @@ from tests.support.hf import (
     train_reference,
 )
 from tests.support.hyperparameters import TINY, named_keys
-from tests.support.ranks import in_world, run_ranks
+from tests.support.ranks import in_world
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer
 
@@ -55,13 +52,17 @@ TRAINING = {
 TRAINING |= {"total_batch_size": 4, "validation_batches": 1, "amp_dtype": None}
 
 
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+"""of GPT-2"""
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of small models in transformers' format, with a tokenizer."""
     folder = tmp_path_factory.mktemp("sources")
     for raw in (LLAMA | {"num_key_value_heads": 2}, QWEN3, GPT2):
         name = str(raw["model_type"])
-        make_reference(raw | {"vocab_size": 300}).save_pretrained(folder / name)
+        make_reference(raw | NO_DROPOUT | {"vocab_size": 300}).save_pretrained(folder / name)
         add_tokenizer(folder / name, 280)
     return {path.name: path for path in folder.iterdir()}
 
@@ -74,9 +75,6 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
     """The loss of each step when transformers trains the model in `folder`."""
     hp = read_with_model_defaults(hyperparameters)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": hp.optim.weight_decay},
@@ -97,7 +95,6 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
             {
                 "sharding": "hybrid-grad-shard",
                 "shard_group_size": 1,
-                "dropout": 0.0,
                 "max_seq_len": 32,  # of 64 positions
             },
         ),
@@ -159,25 +156,13 @@ def test_init_from_refuses_a_missing_directory(tmp_path: Path) -> None:
 
 
 def test_init_from_sets_the_keys_of_the_model(sources: dict[str, Path]) -> None:
-    hp = read_with_model_defaults(
-        {"init_from": str(sources["qwen3"]), "dataset": "text", "dropout": 0.1}
-    )
-    assert (
-        hp.model.vocab_size,
-        hp.own_model.head_dim,
-        hp.own_model.qk_norm,
-        hp.model.max_seq_len,
-        hp.own_model.dropout,
-    ) == (
-        300,
-        12,
-        "head",
-        64,
-        0.1,
-    )
+    hp = read_with_model_defaults({"init_from": str(sources["qwen3"]), "dataset": "text"})
+    assert isinstance(hp.model, TransformersConfig)
+    assert (hp.model.vocab_size, hp.model.max_seq_len) == (300, 64)
+    assert hp.model.transformers_config["head_dim"] == 12
     assert hp.data.tokenizer == str(sources["qwen3"])
     again = read_with_model_defaults(
-        hp.to_flat(), "n_heads=4", f"tokenizer={sources['qwen3'] / 'tokenizer.json'}"
+        hp.to_flat(), f"tokenizer={sources['qwen3'] / 'tokenizer.json'}"
     )
     assert again.replace(tokenizer=hp.data.tokenizer) == hp
     assert (
@@ -185,26 +170,31 @@ def test_init_from_sets_the_keys_of_the_model(sources: dict[str, Path]) -> None:
     )  # synthetic data have no tokenizer
 
 
-def test_init_from_refuses_keys_that_differ_from_the_model(sources: dict[str, Path]) -> None:
-    changes = {"n_layers": 3, "norm_eps": 1e-3, "n_kv_heads": None, "d_ff": 48, "dataset": "text"}
+def test_init_from_refuses_keys_of_the_model(sources: dict[str, Path]) -> None:
+    changes = {"n_layers": 2, "norm_eps": 1e-3, "dataset": "text", "tokenizer": "bytes"}
     with pytest.raises(ConfigError) as refused:
-        read_with_model_defaults(
-            settings(sources["llama"], **changes, tokenizer="bytes"), "d_model=64"
-        )
-    assert re.findall(r"(\w+: \S+ differs from \S+) in", str(refused.value)) == [
-        "n_layers: 3 differs from 2",
-        "norm_eps: 0.001 differs from 1e-06",
-        "n_kv_heads: null differs from 2",
-        "d_model: 64 differs from 32",
-    ]
-    assert len(refused.value.problems) == 5
+        read_with_model_defaults(settings(sources["llama"], **changes), "d_model=32")
+    assert len(refused.value.problems) == 4
+    assert named_keys(refused.value) >= {"n_layers", "norm_eps", "d_model", "tokenizer"}
     assert "tokenizer: bytes differs from the one in" in str(refused.value)
     with pytest.raises(ConfigError) as refused:
         read_with_model_defaults(settings(sources["llama"], model="llama2-7b"))
-    assert "d_model" in named_keys(refused.value)
+    (problem,) = refused.value.problems
+    assert problem.endswith("remove model")
     with pytest.raises(ConfigError) as refused:
         read_with_model_defaults(settings(sources["llama"], lr=-1, n_heads=3))
     assert named_keys(refused.value) >= {"lr", "n_heads"}
+
+
+def test_checkpoints_of_model_py_do_not_mix_with_classes(sources: dict[str, Path]) -> None:
+    """As of runs that model.py computed from such a directory."""
+    hp = read_with_model_defaults({"init_from": str(sources["llama"])})
+    ours = ModelConfig.model_validate(TINY)
+    for saved, now in ((ours, hp.model), (hp.model, ours)):
+        with pytest.raises(ConfigError, match=r"^init_from: .*lm\.hf export.*resume=fresh"):
+            require_same_structure(saved, now)
+    with pytest.raises(ConfigError, match=f"{sources['llama']}: .*train them again"):
+        weights.read_directory(sources["llama"], Transformer(ours))
 
 
 def test_init_from_warns_of_positions_the_model_lacks(
@@ -217,8 +207,8 @@ def test_init_from_warns_of_positions_the_model_lacks(
         raw = copy.deepcopy(LLAMA | {"rope_scaling": scaling})  # to which transformers adds keys
         make_reference(raw).save_pretrained(tmp_path / name)
         model = {"init_from": str(tmp_path / name)}
-        capsys.readouterr()  # the progress of saving
         read_with_model_defaults(model)
+        capsys.readouterr()  # the progress of saving, and the examination
         read_with_model_defaults(model, f"max_seq_len={limit}")
         assert capsys.readouterr().err == ""
         assert (
@@ -227,9 +217,13 @@ def test_init_from_warns_of_positions_the_model_lacks(
         )
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"max_seq_len: {limit + 1} exceeds the {limit} positions")
-        assert "rope_scaling" in line
-    with pytest.raises(ConfigError, match=r"rope_scaling: .*config\.json of a copy"):
-        read_with_model_defaults({"init_from": f"{tmp_path}/plain", "rope_scaling": llama3})
+
+
+def test_init_from_refuses_positions_that_a_table_lacks(sources: dict[str, Path]) -> None:
+    gpt2 = {"init_from": str(sources["gpt2"])}
+    assert read_with_model_defaults(gpt2).model.max_seq_len == 64
+    with pytest.raises(ConfigError, match=r"max_seq_len: 65 exceeds n_positions: 64 .* most 64$"):
+        read_with_model_defaults(gpt2, "max_seq_len=65")
 
 
 def test_init_from_refuses_text_without_a_tokenizer(
@@ -304,27 +298,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "huge width": (
         lambda folder: change_config(folder, hidden_size=2**40),
-        "hidden_size: Input should be less than or equal to 1048576",
+        "hidden_size: 1099511627776 is more than 16777216",
     ),
     "huge depth": (
         lambda folder: change_config(folder, num_hidden_layers=10**9),
-        "num_hidden_layers: Input should be less than or equal to 4096",
+        "num_hidden_layers: 1000000000 is more than 4096",
     ),
     "huge vocabulary": (
         lambda folder: change_config(folder, vocab_size=10**400),
-        "vocab_size: Input should be less than or equal to 16777216",
-    ),
-    "infinite theta": (
-        lambda folder: change_config(folder, rope_parameters={"rope_theta": math.inf}),
-        "rope_theta: ",
+        "vocab_size: ",
     ),
     "wide": (
         lambda folder: change_config(folder, hidden_size=2**20),
         "lm_head.weight: [300, 32] in the file, [300, 1048576]",
-    ),
-    "deep": (
-        lambda folder: change_config(folder, num_hidden_layers=2**12),
-        "model.layers.2.input_layernorm.weight: missing",
     ),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "in: needs model.safetensors or "),
     "pickled weights": (
@@ -349,10 +335,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_tensors(folder, {"model.norm.weight": None}),
         "model.norm.weight: missing",
     ),
-    "unexpected tensor": (
-        lambda folder: change_tensors(folder, {"x": torch.zeros(32), "model.norm.weight": None}),
-        "x: unexpected",
-    ),
     "another shape": (
         lambda folder: change_tensors(folder, {"lm_head.weight": torch.zeros(299, 32)}),
         "lm_head.weight: [299, 32] in the file, [300, 32]",
@@ -361,17 +343,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_tensors(
             folder, {"lm_head.weight": torch.zeros(300, 32, dtype=torch.int8)}
         ),
-        "lm_head.weight: torch.int8",
+        "lm_head.weight: int8 is a quantized dtype",
     ),
     "inf": (
         lambda folder: change_tensors(folder, {"model.norm.weight": torch.full((32,), torch.inf)}),
-        "in/model.safetensors: contains inf or NaN",
+        "in/model.norm.weight: contains inf or NaN",
     ),
     "nan": (
         lambda folder: change_tensors(
             folder, {"model.embed_tokens.weight": torch.full((300, 32), torch.nan)}
         ),
-        "in/model.safetensors: contains inf or NaN",
+        "in/model.embed_tokens.weight: contains inf or NaN",
     ),
     "tied head": (
         lambda folder: change_config(folder, tie_word_embeddings=True),
@@ -382,7 +364,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
             change_config(folder, tie_word_embeddings=True),
             change_tensors(folder, {"lm_head.weight": torch.zeros(299, 32)}),
         ],
-        "tie_word_embeddings: false",
+        "lm_head.weight: [299, 32] in the file, [300, 32]",
     ),
     "end of text without an embedding": (
         end_beyond_the_model,
@@ -406,7 +388,7 @@ def test_init_from_refuses_a_damaged_folder_at_once(
 
     def load(world: World) -> None:
         hp = read_with_model_defaults({"init_from": str(folder)})
-        weights.load_into(Transformer(hp.own_model), str(folder), world, print)
+        weights.load_into(new_model(hp.model).to_empty(device="cpu"), str(folder), world, print)
 
     memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(RunError) as refused:
@@ -433,29 +415,5 @@ def test_init_from_damaged_weights_end_the_run_on_all_ranks(
     save_file(load_file(file) | {"model.norm.weight": torch.full((32,), torch.inf)}, file)
     done = run_fsdp(tmp_path, ranks=2, config=settings(tmp_path / "in"))
     assert done.returncode != 0
-    assert done.stderr.count("model.safetensors: contains inf or NaN") == 1
+    assert done.stderr.count("model.norm.weight: contains inf or NaN") == 1
     assert "Traceback" not in done.stderr
-
-
-def _bytes_read(world: World, folder: str) -> tuple[int, int]:
-    """Bytes of the files that this rank reads for its half of the weights, and their total."""
-    hp = read_with_model_defaults({"init_from": folder})
-    model = build_model(hp, world.device_mesh(MeshShape(1, world.size)), None)
-    read = 0
-    read_rows = tensor_files._read_rows
-
-    def count(piece: TensorSlice, first: int, last: int, target: torch.Tensor | None) -> Any:
-        nonlocal read
-        for values in read_rows(piece, first, last, target):
-            read += values.nbytes
-            yield values
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_files, "_read_rows", count)
-        weights.load_into(model, folder, world, print)
-    return read, (Path(folder) / "model.safetensors").stat().st_size
-
-
-def test_init_from_reads_only_the_slices_of_a_rank(sources: dict[str, Path]) -> None:
-    for read, total in run_ranks(2, _bytes_read, str(sources["llama"])):
-        assert 0.45 < read / total < 0.55

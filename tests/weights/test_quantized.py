@@ -408,4 +408,4 @@ def test_other_quantized_folders_are_refused_with_the_16_bit_one(
     make_model(QWEN3).save_pretrained(tmp_path)
     describe_quantization(tmp_path, {"quant_method": method})
     with pytest.raises(ConfigError, match=f"{method} .*original .*base_dtype: nf4"):
-        weights.read_structure(str(tmp_path))
+        weights.read_structure(tmp_path)
