@@ -306,8 +306,16 @@ class Trainer:
         self.balance = ExpertBalance(self.model, world)
         self.scaler = precision.LossScaler(run.amp_dtype, world.device)
         self.spikes = skipping.SpikeFilter(hp.skipping, world.device)
+        # The ranks that compute the same sequences, each a part of their tokens.
+        self.context_group = world.context_group(hp.parallel.context_parallel)
         self.loader = Loader(
-            hp.data, run.data, run.global_batch_size, world.rank, world.size, world.device
+            hp.data,
+            run.data,
+            run.global_batch_size,
+            dp_rank=world.rank // self.context_group.size,
+            dp_size=world.size // self.context_group.size,
+            device=world.device,
+            context_group=self.context_group,
         )
         self.objective: Objective = NextToken()
         if hp.objective.of_pairs:
@@ -700,7 +708,8 @@ class Trainer:
                 self.commit()
             dataset_state = None  # the position follows from the step
             if self.loader.stream_state is not None:  # the dataset is streamed
-                dataset_state = self.world.all_gather_object(self.loader.stream_state)
+                states = self.world.all_gather_object(self.loader.stream_state)
+                dataset_state = states[:: self.context_group.size]
             progress = TrainingProgress(
                 step=self.step,
                 tokens=self.step * self.run.tokens_per_step,

@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 from lm.attention import (
     Mask,
+    SequencePart,
     attend,
     find_document_starts,
-    find_oldest_keys,
+    find_key_bounds,
     make_dense,
     make_mask,
     skips_hidden_keys,
@@ -81,6 +82,8 @@ class AttentionInputs(NamedTuple):
     """None = as `is_causal` says"""
     is_causal: bool
     """without a mask: attend to the keys up to the query's position, else to all"""
+    part: SequencePart | None = None
+    """None = the sequences are complete"""
 
 
 # ---- rotary embedding
@@ -216,6 +219,9 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # B G S K
+        gather = None
+        if inputs.part is not None:
+            gather = inputs.part.gather
         y = attend(
             q,
             k,
@@ -223,6 +229,7 @@ class Attention(nn.Module):
             inputs.mask,
             is_causal=inputs.is_causal,
             dropout=c.dropout if self.training else 0.0,
+            gather=gather,
         )
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.n_heads * c.head_width))
 
@@ -635,6 +642,8 @@ class TargetScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, targets = ctx.saved_tensors
+        if len(x) == 0:  # of a part of sequences
+            return torch.zeros_like(x), torch.zeros_like(weight), None, None
         _, x_grad, weight_grad = cross_entropy_by_chunks(
             x, weight, targets, ctx.size, True, chunk_cross_entropy, factors=-grad[0]
         )
@@ -786,6 +795,7 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         queries: Tensor | None = None,
+        part: SequencePart | None = None,
     ) -> Tensor | RoutedLoss:
         """Return the loss, the scores of targets, the next token's logits, or all logits.
 
@@ -798,6 +808,9 @@ class Transformer(nn.Module):
             cache: keys and values of the tokens before `tokens`; is extended by T.
             queries: `(N,)`, the tokens that `targets`, then `(N,)`, come after, as indices into
                 the flattened `tokens`.
+            part: where `tokens` are in longer sequences, and what they attend to there; then
+                `document_ids`, which are needed, are those of the complete sequences, `(B, S)`.
+                None = `tokens` are complete.
 
         Returns:
             With `queries`: of each target its log-probability in nats, which has a gradient, and
@@ -817,19 +830,26 @@ class Transformer(nn.Module):
         end = start + tokens.shape[1]
         if end > c.max_seq_len:
             raise ValueError(f"max_seq_len: {end} tokens exceed {c.max_seq_len}")
+        if part is not None:
+            assert document_ids is not None
+            end = document_ids.shape[1]
         indices = torch.arange(start, end, device=tokens.device)  # T, in the sequence
         document_start = None
         position_ids = indices
         if document_ids is not None:
             document_start = find_document_starts(document_ids, indices)  # B T
             position_ids = indices - document_start  # restarts in each document
-        x = self.embedding(tokens, position_ids)  # B T D
 
         if cache is None:
-            mask = self._make_mask(tokens, document_start, is_task=queries is not None)
+            mask = self._make_mask(tokens, document_start, part, is_task=queries is not None)
         else:
             mask = mask_cached(c.sliding_window, indices, end)
-        inputs = self._attention_inputs(x, position_ids, mask)
+        if part is not None:
+            assert document_start is not None
+            document_start = part.take(document_start)
+            position_ids = part.take(position_ids)
+        x = self.embedding(tokens, position_ids)  # B T D
+        inputs = self._attention_inputs(x, position_ids, mask, part)
         counted = None
         if self.training and queries is None:
             counted = targets
@@ -852,13 +872,19 @@ class Transformer(nn.Module):
         return RoutedLoss(output, Routed(torch.stack(losses).sum(), torch.stack(counts)))
 
     def _make_mask(
-        self, tokens: Tensor, document_start: Tensor | None, is_task: bool
+        self,
+        tokens: Tensor,
+        document_start: Tensor | None,
+        part: SequencePart | None,
+        is_task: bool,
     ) -> Mask | None:
-        """Return the mask of complete sequences; None = each query attends to all keys before it.
+        """Return the mask without a cache; None = each query attends to all keys before it.
 
         Args:
             tokens: `(B, T)`.
-            document_start: see `find_document_starts`; None = each sequence is one document.
+            document_start: of complete sequences, see `find_document_starts`; None = each is one
+                document.
+            part: None = `tokens` are complete sequences.
             is_task: whether the sequences are those of a task.
         """
         c = self.config
@@ -867,15 +893,18 @@ class Transformer(nn.Module):
             if c.sliding_window is None or tokens.shape[1] <= c.sliding_window:
                 return None
             document_start = torch.zeros_like(tokens)
-        oldest_key = find_oldest_keys(document_start, c.sliding_window)
+        n_keys = document_start.shape[1]
+        bounds = find_key_bounds(document_start, c.sliding_window)
+        if part is not None:
+            bounds = part.take(bounds)
         dropout = c.dropout if self.training else 0.0
         skips = skips_hidden_keys(tokens.device, c.head_width, dropout)
         if is_task and is_one_document and tokens.is_cuda:
             # Tasks compile nothing, as their lengths differ. FlexAttention is slow then.
             skips = False
         if skips:
-            return make_mask(oldest_key)
-        return make_dense(oldest_key[:, None, None])
+            return make_mask(bounds, n_keys)
+        return make_dense(bounds[:, None], n_keys)
 
     def _router_inputs(
         self, targets: Tensor | None, document_start: Tensor | None, device: torch.device
@@ -903,13 +932,13 @@ class Transformer(nn.Module):
         return [RouterInputs(bias, is_counted, documents) for bias in biases.unbind()]
 
     def _attention_inputs(
-        self, x: Tensor, position_ids: Tensor, mask: Mask | None
+        self, x: Tensor, position_ids: Tensor, mask: Mask | None, part: SequencePart | None
     ) -> AttentionInputs:
         """Return the inputs of attention that all layers share.
 
         Args:
             x: `(B, T, D)`, the input of the first layer.
-            mask: see `AttentionInputs`.
+            mask, part: see `AttentionInputs`.
         """
         c = self.config
         rope = None
@@ -919,6 +948,7 @@ class Transformer(nn.Module):
             rope=rope,
             mask=mask,
             is_causal=mask is None and x.shape[1] > 1,
+            part=part,
         )
 
     def new_cache(self, capacity: int) -> KVCache:

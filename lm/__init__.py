@@ -22,6 +22,7 @@
 1  model.py, lm.determined                       the model; the master
 1  lm.storage                                    complete folders, locks, buckets, the cache
 1  lm.transformers_attention                     attention of classes of transformers
+1  lm.context                                    the tokens of sequences, divided among ranks
 1  lm.transformers_config, lm.command_line       a model of transformers; arguments of fsdp.py
 0  lm.transformers_private                       what of transformers has no public name
 0  lm.attention, lm.delta_rule                   attention inside of documents, and linear attention

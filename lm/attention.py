@@ -1,16 +1,17 @@
 """Causal attention, with kernels that skip what masks hide: of other documents, of other windows.
 
 A query attends to consecutive keys that end with its own. So a mask is, for each query, the first
-of them: `oldest_key`. A mask of all pairs, with which kernels compute and then ignore what is
-hidden, is made only for what the kernels that skip do not compute.
+and the last of them: `bounds`. The queries may be some of a sequence whose keys are all there. A
+mask of all pairs, with which kernels compute and then ignore what is hidden, is made only for what
+the kernels that skip do not compute.
 
 On a GPU FlexAttention skips blocks of pairs. On a CPU the operator `attend_to_spans` calls
 PyTorch's kernel for each document, as if it were alone. What is hidden by a window is skipped by
 blocks of queries. How many documents there are is a value, which the compiler does not know: so
 it is an operator.
 
-Shapes: B batch, T queries, S keys (cached ones included), H query heads, G key-value heads, K
-width of heads.
+Shapes: B batch, T queries, S keys (those cached, and those of other ranks, included), H query
+heads, G key-value heads, K width of heads.
 """
 
 from __future__ import annotations
@@ -36,8 +37,42 @@ WIDEST_HEAD = 256
 memory of a GPU"""
 
 Mask = Tensor | BlockMask
-"""`(B, 1, 1, T)` int64, the oldest key of each query, on a CPU; FlexAttention's on a GPU; or of all
-pairs, `(T, S)` or `(B, 1, T, S)`: true = attend, or terms of the scores"""
+"""`(B, 1, 2, T)` int64, the bounds of each query's keys, on a CPU; FlexAttention's on a GPU; or of
+all pairs, `(T, S)` or `(B, 1, T, S)`: true = attend, or terms of the scores"""
+
+
+class SequencePart(NamedTuple):
+    """Some tokens of sequences whose other tokens are computed elsewhere, e.g. by other ranks."""
+
+    indices: Tensor
+    """`(B, T)`, where the tokens are in the complete sequences"""
+    gather: Callable[[Tensor], Tensor]
+    """returns the `(B, G, S, K)` of the complete sequences, from the `(B, G, T, K)` of this part"""
+    is_first: bool
+    """whether this part counts what all parts compute together"""
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return what `x` of all tokens, `(B, S)` or `(B, n, S)`, has of those of this part."""
+        indices = self.indices
+        if x.ndim == 3:
+            indices = indices[:, None].expand(-1, x.shape[1], -1)
+        return x.gather(-1, indices)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of `x`, `(n,)`, over all parts."""
+        tokens = torch.stack([x, torch.zeros_like(x)])  # `gather` takes an even number
+        return self.gather(tokens[None, None]).sum(dim=(0, 1, 2))
+
+    def mask_of(self, mask: Mask) -> Mask:
+        """Return the mask of this part's queries, from one of complete sequences, `is_compact`."""
+        if not isinstance(mask, BlockMask):
+            return self.take(mask[:, 0])[:, None]
+        batch, length = self.indices.shape
+
+        def mask_mod(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return mask.mask_mod(b, head, self.indices[b, query], key)
+
+        return _create_block_mask(mask_mod, batch, length, mask.shape[-1], self.indices.device)
 
 
 # ---- masks
@@ -50,17 +85,21 @@ def find_document_starts(document_ids: Tensor, indices: Tensor) -> Tensor:
     return torch.where(is_first, indices, 0).cummax(dim=1).values
 
 
-def find_oldest_keys(document_start: Tensor, window: int | None) -> Tensor:
-    """Return the first key that each query of complete sequences attends to, `(B, T)`.
+def find_key_bounds(document_start: Tensor, window: int | None) -> Tensor:
+    """Return the first and the last key that each query of complete sequences attends to.
 
     Args:
         document_start: see `find_document_starts`.
         window: keys that a query attends to, with its own; None = all of its document.
+
+    Returns:
+        `(B, 2, T)` int64, indices in the sequence.
     """
-    if window is None:
-        return document_start
-    indices = torch.arange(document_start.shape[1], device=document_start.device)
-    return torch.maximum(document_start, indices - window + 1)
+    newest = torch.arange(document_start.shape[1], device=document_start.device)
+    oldest = document_start
+    if window is not None:
+        oldest = torch.maximum(document_start, newest - window + 1)
+    return torch.stack([oldest, newest.expand_as(oldest)], dim=1)
 
 
 def skips_hidden_keys(device: torch.device, width: int, dropout: float) -> bool:
@@ -77,31 +116,38 @@ def skips_hidden_keys(device: torch.device, width: int, dropout: float) -> bool:
     return device.type == "cpu"
 
 
-def make_mask(oldest_key: Tensor) -> Mask:
+def make_mask(bounds: Tensor, n_keys: int) -> Mask:
     """Return the mask for the kernel that skips what it hides.
 
     Args:
-        oldest_key: see `find_oldest_keys`.
+        bounds: of the queries, see `find_key_bounds`.
+        n_keys: S.
     """
-    mask = oldest_key[:, None, None]
-    if not oldest_key.is_cuda:
+    mask = bounds[:, None]
+    if not bounds.is_cuda:
         return mask
-    if can_compile(oldest_key.device):
-        return make_block_mask(oldest_key)
-    return make_dense(mask)
+    if can_compile(bounds.device):
+        return make_block_mask(bounds, n_keys)
+    return make_dense(mask, n_keys)
 
 
-def make_block_mask(oldest_key: Tensor) -> BlockMask:
+def make_block_mask(bounds: Tensor, n_keys: int) -> BlockMask:
     """Return FlexAttention's mask."""
 
     def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= oldest_key[b, query])
+        return (key >= bounds[b, 0, query]) & (key <= bounds[b, 1, query])
 
-    batch, length = oldest_key.shape
+    batch, _, length = bounds.shape
+    return _create_block_mask(mask_mod, batch, length, n_keys, bounds.device)
+
+
+def _create_block_mask(
+    mask_mod: Callable[..., Tensor], batch: int, length: int, n_keys: int, device: torch.device
+) -> BlockMask:
     create = create_block_mask
-    if oldest_key.is_cuda:
+    if device.type == "cuda":
         create = compile_once(create_block_mask)
-    return create(mask_mod, batch, None, length, length, device=oldest_key.device)
+    return create(mask_mod, batch, None, length, n_keys, device=device)
 
 
 def is_compact(mask: Mask | None) -> bool:
@@ -109,17 +155,17 @@ def is_compact(mask: Mask | None) -> bool:
     return isinstance(mask, BlockMask) or (mask is not None and mask.dtype == torch.int64)
 
 
-def make_dense(mask: Mask) -> Tensor:
-    """Return the mask of all pairs, `(B, 1, T, T)`, of one that `is_compact`."""
+def make_dense(mask: Mask, n_keys: int) -> Tensor:
+    """Return the mask of all pairs, `(B, 1, T, S)`, of one that `is_compact`."""
     if not isinstance(mask, BlockMask):
-        indices = torch.arange(mask.shape[-1], device=mask.device)
-        oldest_key = mask.transpose(2, 3)  # B 1 T 1
-        return (indices <= indices[:, None]) & (indices >= oldest_key)
+        indices = torch.arange(n_keys, device=mask.device)
+        oldest, newest = mask.mT.split(1, dim=-1)  # B 1 T 1
+        return (indices >= oldest) & (indices <= newest)
     batch, _, length, _ = mask.shape
     device = mask.kv_num_blocks.device
-    indices = torch.arange(length, device=device)
     b = torch.arange(batch, device=device)[:, None, None, None]
-    return mask.mask_mod(b, b, indices[:, None], indices)
+    queries = torch.arange(length, device=device)[:, None]
+    return mask.mask_mod(b, b, queries, torch.arange(n_keys, device=device))
 
 
 @functools.cache
@@ -162,6 +208,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return the mean of the values, weighted by each query's attention, `(B, H, T, K)`.
 
@@ -174,19 +221,24 @@ def attend(
         softcap: c in c tanh(score / c); None = scores as they are.
         sinks: `(H,)`, the score of one more key, whose value is 0.
         dropout: probability with which a weight is 0.
+        gather: see `SequencePart`, of which all other arguments are; needs a mask.
     """
+    if gather is not None:  # one exchange for both
+        joined = gather(torch.cat([key, value], dim=-1))
+        key, value = joined.split([key.shape[-1], value.shape[-1]], dim=-1)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     is_complete = query.shape[2] == key.shape[2]
     if mask is None and is_causal and is_complete and sinks is not None and query.is_cpu:
-        mask = torch.zeros(len(query), 1, 1, query.shape[2], dtype=torch.int64)
+        starts = torch.zeros(len(query), query.shape[2], dtype=torch.int64)
+        mask = make_mask(find_key_bounds(starts, None), key.shape[2])
     if mask is not None and is_compact(mask):
         skips = skips_hidden_keys(query.device, query.shape[-1], dropout)
         if skips and isinstance(mask, BlockMask):
             return _attend_to_blocks(query, key, value, mask, scale, softcap, sinks)
         if skips and isinstance(mask, Tensor) and softcap is None:
             return _attend_to_documents(query, key, value, mask, scale, sinks)
-        mask = make_dense(mask)
+        mask = make_dense(mask, key.shape[2])
     assert not isinstance(mask, BlockMask)
     if mask is not None or query.shape[2] == 1:
         is_causal = False
@@ -319,12 +371,12 @@ def _attend_to_documents(
     width = max(query.shape[-1], value.shape[-1])
     query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))
     padded = F.pad(value, (0, width - value.shape[-1]))
-    output, _ = attend_to_spans(query, key, padded, mask.flatten(1), scale, sinks)
+    output, _ = attend_to_spans(query, key, padded, mask[:, 0], scale, sinks)
     return output[..., : value.shape[-1]]
 
 
 _QUERIES = 256
-"""most of a span that does not begin with its document"""
+"""most of a span that is no complete document"""
 
 
 class _Span(NamedTuple):
@@ -341,27 +393,34 @@ class _Span(NamedTuple):
         return x[self.row : self.row + 1, :, self.queries]
 
     def at_keys(self, x: Tensor) -> Tensor:
-        """Return what `x`, `(B, G, T, ...)`, has of these keys: a view."""
+        """Return what `x`, `(B, G, S, ...)`, has of these keys: a view."""
         return x[self.row : self.row + 1, :, self.keys]
 
 
-def _find_spans(oldest_key: Tensor, dtype: torch.dtype) -> Iterator[_Span]:
-    """Yield the spans of all rows: documents, or where a window hides keys, parts of them."""
-    indices = torch.arange(oldest_key.shape[1])
-    for row, oldest in enumerate(oldest_key):
-        starts = (oldest == indices).nonzero().flatten().tolist()
+def _find_spans(bounds: Tensor, dtype: torch.dtype) -> Iterator[_Span]:
+    """Yield the spans of all rows: documents, or parts of them.
+
+    Where a window hides keys, or the first queries of a document are not there, they are parts.
+    """
+    for row, (oldest, newest) in enumerate(bounds):
+        is_start = oldest == newest
+        is_start[0] = True
+        is_start[1:] |= newest[1:] != newest[:-1] + 1
+        starts = is_start.nonzero().flatten().tolist()
         oldest_keys = oldest.tolist()
-        for start, end in pairwise([*starts, len(indices)]):
-            if oldest_keys[end - 1] == start:
-                yield _Span(row, slice(start, end), slice(start, end), None)
+        newest_keys = newest.tolist()
+        for start, end in pairwise([*starts, len(oldest)]):
+            first_key = newest_keys[start]
+            if oldest_keys[start] == oldest_keys[end - 1] == first_key:
+                keys = slice(first_key, newest_keys[end - 1] + 1)
+                yield _Span(row, keys, slice(start, end), None)
                 continue
             for first in range(start, end, _QUERIES):
                 stop = min(first + _QUERIES, end)
-                keys = slice(oldest_keys[first], stop)
+                keys = slice(oldest_keys[first], newest_keys[stop - 1] + 1)
                 queries = slice(first, stop)
-                is_seen = (indices[keys] <= indices[queries, None]) & (
-                    indices[keys] >= oldest[queries, None]
-                )
+                indices = torch.arange(keys.start, keys.stop)
+                is_seen = (indices <= newest[queries, None]) & (indices >= oldest[queries, None])
                 mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, float("-inf"))
                 yield _Span(row, keys, queries, mask[None, None])
 
@@ -371,7 +430,7 @@ def attend_to_spans(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    oldest_key: Tensor,
+    bounds: Tensor,
     scale: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -382,7 +441,7 @@ def attend_to_spans(
 
     Args:
         query, key, value: see `attend`, of one width.
-        oldest_key: see `find_oldest_keys`.
+        bounds: of the queries, see `find_key_bounds`.
         scale, sinks: see `attend`.
 
     Returns:
@@ -390,7 +449,7 @@ def attend_to_spans(
     """
     output = torch.empty_like(query)
     sums = _new_sums(query)
-    for span in _find_spans(oldest_key, query.dtype):
+    for span in _find_spans(bounds, query.dtype):
         its_output, its_sums = _FORWARD(
             span.at_queries(query),
             span.at_keys(key),
@@ -433,14 +492,14 @@ def _differentiate(
     value: Tensor,
     output: Tensor,
     sums: Tensor,
-    oldest_key: Tensor,
+    bounds: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value from that of the output."""
     query_grad = torch.empty_like(query)
     key_grad = torch.zeros_like(key)
     value_grad = torch.zeros_like(value)
-    for span in _find_spans(oldest_key, query.dtype):
+    for span in _find_spans(bounds, query.dtype):
         of_query, of_key, of_value = _BACKWARD(
             span.at_queries(grad),
             span.at_queries(query),
@@ -467,13 +526,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, oldest_key, ctx.scale, sinks = inputs
-    ctx.save_for_backward(query, key, value, *output, oldest_key, sinks)
+    query, key, value, bounds, ctx.scale, sinks = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, sinks)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, output, sums, oldest_key, sinks = ctx.saved_tensors
-    grads = _differentiate(grad, query, key, value, output, sums, oldest_key, ctx.scale)
+    query, key, value, output, sums, bounds, sinks = ctx.saved_tensors
+    grads = _differentiate(grad, query, key, value, output, sums, bounds, ctx.scale)
     sinks_grad = None
     if sinks is not None:
         weights = (sinks.to(sums.dtype)[:, None] - sums).exp()  # B H T

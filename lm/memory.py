@@ -91,7 +91,8 @@ def count_state(hp: Hyperparameters, dtype: torch.dtype | None) -> State:
 
 def count_micro_steps(hp: Hyperparameters, n_ranks: int) -> int:
     """Return how many micro-batches of `batch_size` a rank takes in a step."""
-    return derive_global_batch_size(hp.data, n_ranks) // (hp.data.batch_size * n_ranks)
+    dp_size = hp.parallel.dp_size(n_ranks)
+    return derive_global_batch_size(hp.data, dp_size) // (hp.data.batch_size * dp_size)
 
 
 def count_copied_bytes(hp: Hyperparameters, n_micro_steps: int) -> int:
@@ -117,7 +118,7 @@ def saves_time(hp: Hyperparameters, ranks: Ranks, n_fewer: int) -> bool:
         return False
     n_micro_steps = count_micro_steps(hp, ranks.size)
     saved = count_copied_bytes(hp, n_micro_steps) - count_copied_bytes(hp, n_fewer)
-    n_tokens = n_micro_steps * hp.data.batch_size * hp.model.max_seq_len
+    n_tokens = n_micro_steps * hp.data.batch_size * hp.parallel.own_length(hp.model.max_seq_len)
     n_active = hp.model.n_parameters
     if isinstance(hp.model, ModelConfig):
         n_active = hp.model.n_active_parameters

@@ -321,6 +321,8 @@ class ResolvedRun:
             read = [f"{name} {format_number(n)} times" for name, n in passes]
             epoch = f"{format_number(self.max_steps)} steps read {', '.join(read)}"
         ranks = f"{world.size} x {world.device.type}"
+        if hp.parallel.context_parallel > 1:
+            ranks += f", sequences over {hp.parallel.context_parallel}"
         step = f"{self.global_batch_size} x {hp.model.max_seq_len} tokens per step"
         return f"{parameters}, {hp.parallel.sharding} over {ranks}, {dtype}; {step}, {epoch}"
 
@@ -370,7 +372,8 @@ def preflight(
         four_bits.check_base_dtype(hp.lora)
         profiling.check_memory_snapshot(hp.profiling)
         mesh = parallelize.mesh_shape(hp.parallel, world.size, world.launch.local_size)
-        batch_size = derive_global_batch_size(hp.data, world.size)
+        dp_size = hp.parallel.dp_size(world.size)
+        batch_size = derive_global_batch_size(hp.data, dp_size)
     memory = check_memory(hp, amp_dtype, world)
     seed = resolve_seed(hp.run.seed, trial)
     model = hp.model
@@ -381,8 +384,8 @@ def preflight(
         model.max_seq_len,
         batch_size,
         seed,
-        world.rank,
-        world.size,
+        world.rank // hp.parallel.context_parallel,
+        dp_size,
         pairs=hp.objective.of_pairs,
     )
     data: Data | None = None

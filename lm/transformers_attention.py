@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lm.attention import Mask, attend, find_oldest_keys, make_mask
+from lm.attention import Mask, attend, find_key_bounds, make_mask
 
 NAME = "lm"
 """by which transformers finds the functions, as `attn_implementation`"""
@@ -40,6 +40,7 @@ def _attend(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Return what `attend` does, `(B, T, H, K)`; what else a class passes acts on other kernels.
@@ -47,6 +48,7 @@ def _attend(
     Args:
         module: of the class; its `is_causal` holds where the argument is None.
         s_aux: sinks.
+        gather: see `attend`.
     """
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
@@ -60,6 +62,7 @@ def _attend(
         softcap=softcap,
         sinks=s_aux,
         dropout=dropout,
+        gather=gather,
     )
     return output.transpose(1, 2).contiguous(), None
 
@@ -114,4 +117,4 @@ def _make_mask(
     continues = mask_function(rows, torch.zeros_like(rows), indices, indices - 1)
     is_first = (~continues | (indices == 0)).expand(batch_size, -1)
     document_start = torch.where(is_first, indices, 0).cummax(dim=1).values
-    return make_mask(find_oldest_keys(document_start, local_size))
+    return make_mask(find_key_bounds(document_start, local_size), q_length)

@@ -54,6 +54,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """Experts with adapters, in NF4 too, compute what those of the class with merged ones do."""
     float8: bool = False
     """Its linear layers can be computed in float8."""
+    context_parallel: bool = False
+    """Sequences whose tokens are divided among ranks are computed as complete ones."""
     compilation: bool = False
     """Layers can be compiled, each as one graph."""
     longest_row: LongestRow | None = None

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm import transformers_attention, transformers_private
-from lm.attention import find_document_starts
+from lm.attention import SequencePart, find_document_starts, find_key_bounds, make_mask
 from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.model_config import MAX_LAYERS, MAX_SIZE
@@ -119,6 +119,7 @@ class TransformersModel(nn.Module):
         document_ids: Tensor | None = None,
         cache: TransformersCache | None = None,
         queries: Tensor | None = None,
+        part: SequencePart | None = None,
     ) -> Tensor:
         """Return the loss, the scores of targets, the next token's logits, or all logits.
 
@@ -134,7 +135,7 @@ class TransformersModel(nn.Module):
             raise ValueError(f"max_seq_len: {end} tokens exceed {self.config.max_seq_len}")
         if cache is not None:
             return self._next_logits(tokens, cache)
-        options = self._options_for(tokens, document_ids)
+        options = self._options_for(tokens, document_ids, part)
         if targets is not None and self.config.examined.hidden_states:
             base = self.network.base_model(input_ids=tokens, **options)
             x = base.last_hidden_state  # B T D
@@ -147,15 +148,17 @@ class TransformersModel(nn.Module):
         flat = logits.flatten(0, 1).float()
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
-    def _options_for(self, tokens: Tensor, document_ids: Tensor | None) -> dict[str, Any]:
-        """Return the arguments of the network for complete sequences."""
+    def _options_for(
+        self, tokens: Tensor, document_ids: Tensor | None, part: SequencePart | None
+    ) -> dict[str, Any]:
+        """Return the arguments of the network without a cache, see `forward`."""
         options: dict[str, Any] = {}
         packed_by = self.config.examined.packed_by
         if document_ids is None:
             if packed_by == "seq_idx":  # one document per sequence, also by our operators
                 options["seq_idx"] = torch.zeros_like(tokens)
             return options
-        indices = torch.arange(tokens.shape[1], device=tokens.device)
+        indices = torch.arange(document_ids.shape[1], device=tokens.device)
         document_starts = find_document_starts(document_ids, indices)
         position_ids = indices - document_starts
         if "position_ids" in self._accepted:
@@ -164,6 +167,11 @@ class TransformersModel(nn.Module):
             options["attention_mask"] = self._make_masks(position_ids)
         if packed_by == "seq_idx":
             options["seq_idx"] = document_starts
+        if part is not None:
+            options["position_ids"] = part.take(position_ids)
+            masks = self._make_masks(position_ids)
+            options["attention_mask"] = _masks_of(part, masks, position_ids)
+            options["gather"] = part.gather
         return options
 
     def _make_masks(self, position_ids: Tensor) -> Any:
@@ -213,7 +221,7 @@ class TransformersModel(nn.Module):
             if cache.tokens is not None:
                 tokens = torch.cat([cache.tokens, tokens], dim=1)
             cache.tokens = tokens
-            options = self._options_for(tokens, None)
+            options = self._options_for(tokens, None, None)
         if "logits_to_keep" in self._accepted:
             options["logits_to_keep"] = 1
         return self.network(input_ids=tokens, **options).logits[:, -1]
@@ -262,6 +270,21 @@ class TransformersModel(nn.Module):
         for target, source in self._ties:
             setattr(target.module, target.name, getattr(source.module, source.name))
         return self
+
+
+def _masks_of(part: SequencePart, masks: Any, position_ids: Tensor) -> Any:
+    """Return the masks of a part of sequences, from those of complete ones, of each kind of layer.
+
+    Args:
+        masks: a mask that is left out hides nothing but later keys.
+        position_ids: of complete sequences.
+    """
+    if isinstance(masks, dict):
+        return {kind: _masks_of(part, mask, position_ids) for kind, mask in masks.items()}
+    if masks is None:
+        bounds = find_key_bounds(torch.zeros_like(position_ids), None)
+        masks = make_mask(bounds, position_ids.shape[1])
+    return part.mask_of(masks)
 
 
 AnyModel = Transformer | TransformersModel

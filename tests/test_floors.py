@@ -73,11 +73,12 @@ def test_imports_have_no_circle() -> None:
 
 
 ROOMS_OF_A_RUN = """
-fsdp lm.attention lm.checkpoint lm.command_line lm.config lm.data lm.delta_rule lm.determined
-lm.errors lm.fields lm.fileio lm.flops lm.grouped_mm lm.hf lm.inputs lm.launch lm.memory lm.metrics
-lm.model_config lm.objectives lm.preflight lm.presets lm.program lm.report lm.resume lm.runtime
-lm.sampling lm.seeds lm.shards lm.storage lm.tasks lm.training lm.transformers_attention
-lm.transformers_config lm.transformers_model lm.transformers_private lm.units model
+fsdp lm.attention lm.checkpoint lm.command_line lm.config lm.context lm.data lm.delta_rule
+lm.determined lm.errors lm.fields lm.fileio lm.flops lm.grouped_mm lm.hf lm.inputs lm.launch
+lm.memory lm.metrics lm.model_config lm.objectives lm.preflight lm.presets lm.program lm.report
+lm.resume lm.runtime lm.sampling lm.seeds lm.shards lm.storage lm.tasks lm.training
+lm.transformers_attention lm.transformers_config lm.transformers_model lm.transformers_private
+lm.units model
 """
 MAKERS_OF_DATA = """
 lm.prepare lm.data.encoder lm.data.examples lm.data.messages lm.data.parallel lm.data.readers

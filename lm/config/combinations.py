@@ -19,6 +19,7 @@ def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
     problems = [
         *_find_unread(hp),
         *_find_problems_of_combinations(hp),
+        *_find_problems_of_context(hp),
         *_find_problems_of_fields(hp),
         *_find_problems_of_pairs(hp),
         *_find_problems_of_adapters(hp),
@@ -45,11 +46,13 @@ def _find_unread(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
 
 def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     """Yield keys of different parts that do not fit together, with the reason and the remedy."""
-    n_tokens = hp.data.batch_size * hp.model.max_seq_len
+    n_tokens = hp.data.batch_size * hp.parallel.own_length(hp.model.max_seq_len)
     multiple = training.FLOAT8_MULTIPLE
     if hp.precision.float8 and n_tokens % multiple:
-        problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {multiple}"
-        yield "float8", problem
+        tokens = "batch_size x max_seq_len"
+        if hp.parallel.context_parallel > 1:
+            tokens += " / context_parallel"
+        yield "float8", f"{tokens} is {n_tokens}, not a multiple of {multiple}"
     if hp.optim.optimizer == "muon" and hp.parallel.cpu_offload:
         problem = "muon does not update parameters in host memory (cpu_offload: true)"
         yield "optimizer", f"{problem}; use adamw, or more ranks"
@@ -64,6 +67,24 @@ def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, s
             problem = "scales rates together with initial weights, but init_from loads others"
             remedy = "to train from scratch remove init_from, to fine-tune remove"
             yield key, f"{problem}; {remedy} {key}"
+
+
+def _find_problems_of_context(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield `context_parallel` if the tokens of a sequence cannot be divided, with the reason."""
+    n_ranks = hp.parallel.context_parallel
+    if n_ranks == 1:
+        return
+    key = "context_parallel"
+    if hp.model.max_seq_len < 2 * n_ranks:
+        problem = f"{n_ranks} ranks divide a sequence into {2 * n_ranks} pieces"
+        yield key, f"{problem}, but max_seq_len is {hp.model.max_seq_len}; use fewer ranks"
+    if not isinstance(hp.model, ModelConfig):
+        if not hp.model.examined.context_parallel:
+            problem = f"{hp.model.model_type} computes parts of sequences otherwise"
+            yield key, f"{problem}; use 1"
+    elif hp.model.n_experts is not None and hp.model.router_balance == "sequence":
+        problem = "balances the experts of a document, whose tokens are divided among ranks"
+        yield key, f"router_balance: sequence {problem}; use router_balance: bias, or 1"
 
 
 def _find_problems_of_fields(hp: Hyperparameters) -> Iterator[tuple[str, str]]:

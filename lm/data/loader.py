@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.attention import SequencePart
+from lm.context import ALONE, ContextGroup
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.run_data import Data
 from lm.model_config import IGNORE_INDEX
+
+_Ids = NDArray[np.int64]
+_PADDING = -1
+"""document of padding, so that its positions start again"""
 
 LENGTHS = 8
 """How many lengths micro-batches of one sample a row have: each is compiled."""
@@ -27,12 +34,15 @@ LENGTHS = 8
 class MicroBatch(NamedTuple):
     """Arguments of one forward pass: int64 tensors of shape (batch_size, seq_len) on the device.
 
-    With `packing: false`, their length is that of the longest row, see `LENGTHS`.
+    With `packing: false`, their length is that of the longest row, see `LENGTHS`. With
+    `context_parallel`, inputs and targets are of this rank's part of the sequences.
     """
 
     inputs: Tensor
     targets: Tensor
     document_ids: Tensor | None = None
+    part: SequencePart | None = None
+    """None = the sequences are complete"""
 
     @property
     def n_terms(self) -> Tensor:
@@ -52,16 +62,25 @@ class PairBatch(NamedTuple):
     targets: Tensor
     """`(N,)`, of one reply after the other"""
     lengths: list[int]
-    """targets of each of R replies, those of a pair one after the other, the chosen one first"""
+    """targets of each of R replies, those of a pair one after the other, the chosen one first; with
+    `context_parallel` those of this rank"""
     lengths_on_device: Tensor
-    """`(R,)`"""
+    """`(R,)`, all targets of each reply"""
     replies: Tensor
     """`(R,)`, their numbers, see `Sample`"""
+    part: SequencePart | None = None
+    """None = the sequences are complete"""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts the pairs, which all ranks with parts of them compute."""
+        return self.part is None or self.part.is_first
 
     @property
     def n_terms(self) -> Tensor:
         """Terms of its loss: pairs."""
-        return self.replies.new_full((), len(self.lengths) // 2)
+        n_pairs = len(self.lengths) // 2 if self.is_counted else 0
+        return self.replies.new_full((), n_pairs)
 
 
 class Batch(NamedTuple):
@@ -85,6 +104,7 @@ class Loader:
         dp_rank: int,
         dp_size: int,
         device: torch.device,
+        context_group: ContextGroup = ALONE,
     ) -> None:
         self._batch_size = config.batch_size
         self._data_workers = config.data_workers
@@ -93,6 +113,7 @@ class Loader:
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._device = device
+        self._context_group = context_group
         n_samples = config.validation_batches * global_batch_size
         self._validation_sizes = [min(len(each.dataset), n_samples) for each in data.validation]
         """samples of each validation set that are used"""
@@ -119,7 +140,7 @@ class Loader:
         """Set the position of streams; return a note for the log.
 
         Args:
-            states: those of all ranks that saved.
+            states: those of all data-parallel ranks that saved.
         """
         if not states or self.stream_state is None:
             return None
@@ -212,24 +233,50 @@ class Loader:
         inputs = np.stack([sample.inputs[:length] for sample in samples])
         targets = np.stack([sample.targets[:length] for sample in samples])
         ids = [each.document_ids[:length] for each in samples if each.document_ids is not None]
-        if not ids:
-            return MicroBatch(self._to_device(inputs), self._to_device(targets))
-        document_ids = np.stack(ids)
+        document_ids = np.stack(ids) if ids else None
+        own: slice | _Ids = slice(None)
+        part: SequencePart | None = None
+        if self._context_group.size > 1:
+            if document_ids is None:
+                document_ids = np.zeros_like(inputs)
+            inputs, targets, document_ids = self._pad(inputs, targets, document_ids)
+            own = self._context_group.own_indices(inputs.shape[1])
+            part = self._context_group.part(self._to_device(own).expand(len(inputs), -1))
+        inputs_on_device = self._to_device(inputs[:, own])
+        ids_on_device = None
+        if document_ids is not None:
+            ids_on_device = self._to_device(document_ids)
         replies = [each.replies for each in samples if each.replies is not None]
         if not replies:
-            return MicroBatch(*map(self._to_device, (inputs, targets, document_ids)))
+            return MicroBatch(
+                inputs_on_device, self._to_device(targets[:, own]), ids_on_device, part
+            )
+        assert document_ids is not None
+        documents = np.arange(len(samples))[:, None] * inputs.shape[1] + document_ids
+        numbers, lengths = np.unique(documents[targets != IGNORE_INDEX], return_counts=True)
+        targets = targets[:, own]
         is_target = targets != IGNORE_INDEX
-        rows = np.arange(len(samples))[:, None]
-        documents = (rows * length + document_ids)[is_target]
-        _, lengths = np.unique(documents, return_counts=True)
+        reply_of_each = np.searchsorted(numbers, documents[:, own][is_target])
+        own_lengths = np.bincount(reply_of_each, minlength=len(numbers))
         return PairBatch(
-            inputs=self._to_device(inputs),
-            document_ids=self._to_device(document_ids),
+            inputs=inputs_on_device,
+            document_ids=ids_on_device,
             queries=self._to_device(np.flatnonzero(is_target)),
             targets=self._to_device(targets[is_target]),
-            lengths=lengths.tolist(),
+            lengths=own_lengths.tolist(),
             lengths_on_device=self._to_device(lengths),
             replies=self._to_device(np.concatenate(replies)),
+            part=part,
+        )
+
+    def _pad(self, inputs: _Ids, targets: _Ids, document_ids: _Ids) -> tuple[_Ids, _Ids, _Ids]:
+        """Return sequences that can be divided among the ranks of the group."""
+        n_padding = -inputs.shape[1] % (2 * self._context_group.size)
+        pad = partial(np.pad, pad_width=((0, 0), (0, n_padding)))
+        return (
+            pad(inputs),
+            pad(targets, constant_values=IGNORE_INDEX),
+            pad(document_ids, constant_values=_PADDING),
         )
 
     def _needed_length(self, targets: Sequence[NDArray[np.int64]]) -> int:
@@ -260,7 +307,7 @@ def resume_streams(
     not at the exact token, and the note says so.
 
     Args:
-        saved: states of all ranks that saved.
+        saved: states of all data-parallel ranks that saved.
         workers: streams of each rank.
     """
     streams: list[StreamPosition] = []

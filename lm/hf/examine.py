@@ -15,6 +15,7 @@ than a second, each question by the class's own forward and as a run would:
                              for one of two sets of tokens
     full_recomputation       layers recomputed in backward give the same gradients, with dropout,
     selective_recomputation  also if products and attention are kept
+    context_parallel         rows whose tokens are divided are as complete ones, with gradients
     cache                    tokens read one by one give the logits of complete sequences
     lora                     adapters that are merged compute what they did,
     nf4                      also on quantized weights that are dequantized
@@ -46,11 +47,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
+from lm.attention import SequencePart
+from lm.context import ContextGroup, gather_rows
 from lm.errors import ConfigError
 from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.small_config import (
@@ -121,6 +125,7 @@ Question = Literal[
     "bfloat16",
     "full_recomputation",
     "selective_recomputation",
+    "context_parallel",
     "cache",
     "lora",
     "nf4",
@@ -198,6 +203,7 @@ class Examination(BaseModel, frozen=True):
             bfloat16=self.findings["bfloat16"].holds,
             full_recomputation=self.findings["full_recomputation"].holds,
             selective_recomputation=self.findings["selective_recomputation"].holds,
+            context_parallel=self.findings["context_parallel"].holds,
             lora=self.findings["lora"].holds,
             nf4=self.findings["nf4"].holds,
             experts=self.findings["experts"].holds,
@@ -628,7 +634,9 @@ class _Batch(NamedTuple):
     tokens: Tensor
     targets: Tensor
     document_ids: Tensor | None
-    is_token: Tensor
+    places: Tensor
+    """of all tokens of the documents, one after the other, among the flattened `tokens`"""
+    part: SequencePart | None = None
 
 
 class _Learned(NamedTuple):
@@ -643,12 +651,14 @@ class _Learned(NamedTuple):
 @torch.no_grad()
 def _logits_of_batch(model: TransformersModel, batch: _Batch) -> Tensor:
     """Return the logits of the documents as a run computes them, `(N, V)`."""
-    return model(batch.tokens, document_ids=batch.document_ids)[batch.is_token].float()
+    logits = model(batch.tokens, document_ids=batch.document_ids, part=batch.part)
+    return logits.flatten(0, 1)[batch.places].float()
 
 
 def _train_on_batch(model: TransformersModel, batch: _Batch) -> Gradients:
     """Return the gradients of the loss as a run computes it."""
-    return _gradients(model.network, model(batch.tokens, batch.targets, batch.document_ids))
+    loss = model(batch.tokens, batch.targets, batch.document_ids, part=batch.part)
+    return _gradients(model.network, loss)
 
 
 class _Exam:
@@ -742,7 +752,7 @@ class _Exam:
         tokens[is_token] = self.packed.tokens[0]
         targets = torch.full_like(tokens, IGNORE_INDEX)
         targets[is_token] = self.packed.targets[0]
-        return _Batch(tokens, targets, None, is_token)
+        return _Batch(tokens, targets, None, is_token.flatten().nonzero()[:, 0])
 
     @cached_property
     def packed(self) -> _Batch:
@@ -752,7 +762,33 @@ class _Exam:
         document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
         targets = tokens.roll(-1)
         targets[0, lengths.cumsum(0) - 1] = IGNORE_INDEX
-        return _Batch(tokens, targets, document_ids, torch.ones_like(tokens, dtype=torch.bool))
+        return _Batch(tokens, targets, document_ids, torch.arange(tokens.shape[1]))
+
+    @property
+    def divided(self) -> _Batch:
+        """The rows of `batch` divided among two ranks, for which rows stand here."""
+        batch = self.batch
+        document_ids = batch.document_ids
+        if document_ids is None:
+            document_ids = torch.zeros_like(batch.tokens)
+        n_rows, length = batch.tokens.shape
+        n_padding = -length % 4
+
+        def twice(x: Tensor, padding: int) -> Tensor:
+            return F.pad(x, (0, n_padding), value=padding).repeat(2, 1)
+
+        own = [ContextGroup(rank, 2, "").own_indices(length + n_padding) for rank in range(2)]
+        indices = torch.from_numpy(np.stack(own)).repeat_interleave(n_rows, dim=0)
+        part = SequencePart(indices, partial(gather_rows, size=2), is_first=True)
+        before = torch.arange(batch.tokens.numel()).view_as(batch.tokens)
+        now = part.take(twice(before, -1)).flatten().argsort()[n_rows * n_padding :]
+        return _Batch(
+            tokens=part.take(twice(batch.tokens, 0)),
+            targets=part.take(twice(batch.targets, IGNORE_INDEX)),
+            document_ids=twice(document_ids, -1),
+            places=now[batch.places],
+            part=part,
+        )
 
     @property
     def batch(self) -> _Batch:
@@ -873,6 +909,9 @@ class _Exam:
 
     def selective_recomputation(self) -> Finding:
         return self._compare_recomputed("selective")
+
+    def context_parallel(self) -> Finding:
+        return self._compare_batch(self.model, self.divided)
 
     def _compare_recomputed(self, mode: Literal["selective", "full"]) -> Finding:
         model = self._build_random()

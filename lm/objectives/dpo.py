@@ -162,7 +162,10 @@ class DPO(Objective):
             lengths[0::2],
             lengths[1::2],
         ]
-        return Losses(losses.sum(), torch.stack([values.double().sum() for values in of_pairs]))
+        statistics = torch.stack([values.double().sum() for values in of_pairs])
+        if not micro_batch.is_counted:
+            return Losses(0.0 * losses.sum(), 0.0 * statistics)
+        return Losses(losses.sum(), statistics)
 
     def _losses_of_pairs(self, rewards: Tensor, lengths: Tensor) -> Tensor:
         """Return the loss of each pair, `(R / 2,)`, from what each of R replies has."""
@@ -186,9 +189,15 @@ def check_repeatable(model: AnyModel, pairs: PairBatch) -> None:
 def score_replies(model: AnyModel, pairs: PairBatch) -> Tensor:
     """Return the log-probability of each reply after its prompt in nats, `(R,)` float64."""
     log_probs, _ = model(
-        pairs.inputs, pairs.targets, document_ids=pairs.document_ids, queries=pairs.queries
+        pairs.inputs,
+        pairs.targets,
+        document_ids=pairs.document_ids,
+        queries=pairs.queries,
+        part=pairs.part,
     )
     sums = [of_reply.sum() for of_reply in log_probs.double().split(pairs.lengths)]
     if not sums:  # of padding
         return log_probs.double()
+    if pairs.part is not None:
+        return pairs.part.sum(torch.stack(sums))
     return torch.stack(sums)

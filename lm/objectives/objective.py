@@ -91,7 +91,9 @@ class NextToken(Objective):
 
     def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         assert isinstance(micro_batch, MicroBatch)
-        output = model(*micro_batch)
+        output = model(
+            micro_batch.inputs, micro_batch.targets, micro_batch.document_ids, part=micro_batch.part
+        )
         if isinstance(output, RoutedLoss):
             return Losses(output.loss_sum, output.loss_sum.new_empty(0), output.routed)
         return Losses(output, output.new_empty(0))

@@ -72,14 +72,15 @@ def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:
     """
     largest = MAX_GPUS
     if hp.data.total_batch_size is not None:
-        largest = min(largest, hp.data.total_batch_size // hp.data.batch_size)
-    group = hp.parallel.shard_group_size or 1
+        n_groups = hp.data.total_batch_size // hp.data.batch_size
+        largest = min(largest, n_groups * hp.parallel.context_parallel)
+    group = math.lcm(hp.parallel.shard_group_size or 1, hp.parallel.context_parallel)
     counts = [n for n in _GPU_COUNTS if ranks.size < n <= largest and n % group == 0]
 
     def fits(n_gpus: int) -> bool:
         per_node = min(n_gpus, GPUS_PER_NODE)
         more = replace(ranks, size=n_gpus, per_node=per_node)
-        return fit.measure(round_up_batch(hp, n_gpus), more).fits
+        return fit.measure(round_up_batch(hp, hp.parallel.dp_size(n_gpus)), more).fits
 
     index = bisect_left(counts, True, key=fits)
     if index == len(counts):
@@ -104,11 +105,11 @@ def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
     )
 
 
-def round_up_batch(hp: Hyperparameters, n_ranks: int) -> Hyperparameters:
-    """Return `hp` with `total_batch_size` rounded up to what the ranks can share."""
+def round_up_batch(hp: Hyperparameters, dp_size: int) -> Hyperparameters:
+    """Return `hp` with `total_batch_size` rounded up to what the data-parallel ranks can share."""
     if hp.data.total_batch_size is None:
         return hp
-    per_micro_step = hp.data.batch_size * n_ranks
+    per_micro_step = hp.data.batch_size * dp_size
     total = math.ceil(hp.data.total_batch_size / per_micro_step) * per_micro_step
     return hp.replace(total_batch_size=total)
 
@@ -122,18 +123,21 @@ def describe_run(hp: Hyperparameters, ranks: Ranks) -> list[str]:
     gpus = format_count(ranks.size, "GPU")
     nodes = format_count(ranks.size // ranks.per_node, "node")
     replicas = format_count(mesh.replicate, "replica")
-    global_batch_size = derive_global_batch_size(hp.data, ranks.size)
+    global_batch_size = derive_global_batch_size(hp.data, hp.parallel.dp_size(ranks.size))
     micro_steps = format_count(count_micro_steps(hp, ranks.size), "micro-step")
     sequences = format_count(hp.data.batch_size, "sequence")
     tokens = global_batch_size * hp.model.max_seq_len
     step = f"{tokens:,} tokens in all"
+    unit = "GPU"
+    if hp.parallel.context_parallel > 1:
+        unit = f"group of {hp.parallel.context_parallel}"
     flops = count_flops_per_token(hp.lora, hp.model)
     if flops is not None:
         step += f", {flops * tokens / ranks.size / 1e12:,.1f} TFLOP on each"
     return [
         f"{hp.size_of_model}{trained} on {gpus} in {nodes}",
         f"{hp.parallel.sharding}: {replicas} of the model, in {format_count(mesh.shard, 'shard')}",
-        f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each GPU,"
+        f"a step: {micro_steps} of {sequences} of {hp.model.max_seq_len:,} tokens on each {unit},"
         f" {step}",
     ]
 
@@ -153,11 +157,12 @@ def describe_plan(args: argparse.Namespace) -> Plan:
     """
     given = load_hyperparameters(args)
     ranks = describe_ranks(args, given)
-    hp = round_up_batch(given, ranks.size)
+    dp_size = given.parallel.dp_size(ranks.size)
+    hp = round_up_batch(given, dp_size)
     lines: list[str] = []
     total = given.data.total_batch_size
     if hp.data.total_batch_size != total:
-        of = f"batch_size {hp.data.batch_size} x {format_count(ranks.size, 'GPU')}"
+        of = f"batch_size {hp.data.batch_size} x {format_count(dp_size, 'data-parallel rank')}"
         problem = f"{total} is not a multiple of {of}, and a run would be refused"
         lines.append(f"total_batch_size: {problem}; planned with {hp.data.total_batch_size}\n")
     lines += [*describe_run(hp, ranks), ""]

@@ -29,7 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp import build_model
 from lm import delta_rule
+from lm.attention import SequencePart
 from lm.config.hyperparameters import Hyperparameters
+from lm.context import ContextGroup, new_context_group
 from lm.data.loader import MicroBatch, PairBatch
 from lm.errors import ConfigError
 from lm.memory import Ranks, count_micro_steps
@@ -322,6 +324,7 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
     dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
     try:
         mesh = make_mesh("cpu", shape)
+        context_group = new_context_group(hp.parallel.context_parallel, 0, ranks.size)
         with FakeTensorMode(allow_non_fake_inputs=True), live.seeing_resized():
             model = build_model(hp, mesh, ranks.dtype)
             model.loss.logits_limit = find_logits_limit(
@@ -334,7 +337,7 @@ def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
                 live.add(moment, HOST if offloads_state else MOMENTS)
             with live:
                 # The first, the last and one between them stand for all micro-batches.
-                _step(model, optimizer, hp, ranks, live, min(n_micro_batches, 3))
+                _step(model, optimizer, hp, ranks, context_group, live, min(n_micro_batches, 3))
     finally:
         dist.destroy_process_group()
     return live.peaks
@@ -361,18 +364,25 @@ def _step(
     optimizer: optim.Optimizer,
     hp: Hyperparameters,
     ranks: Ranks,
+    context_group: ContextGroup,
     live: LiveBytes,
     n_micro_batches: int,
 ) -> None:
     """Take a step as `Trainer` does."""
     _watch_backward(model, live)
     scaler = precision.LossScaler(ranks.dtype, torch.device("cpu"))
-    tokens = torch.zeros(hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64)
+    own_length = hp.parallel.own_length(hp.model.max_seq_len)
+    tokens = torch.zeros(hp.data.batch_size, own_length, dtype=torch.int64)
+    document_ids: Tensor | None = None
+    part: SequencePart | None = None
+    if context_group.size > 1:
+        document_ids = tokens.repeat(1, context_group.size)
+        part = context_group.part(tokens)
     objective: Objective = NextToken()
-    micro_batch: MicroBatch | PairBatch = MicroBatch(tokens, tokens)
+    micro_batch: MicroBatch | PairBatch = MicroBatch(tokens, tokens, document_ids, part)
     if hp.objective.of_pairs:
         objective = DPO(hp.objective, 2, tokens.device)
-        micro_batch = _pair_of(tokens)
+        micro_batch = _pair_of(tokens)._replace(document_ids=document_ids, part=part)
     for number in range(n_micro_batches):
         is_last = number == n_micro_batches - 1
         parallelize.start_micro_step(model, hp.parallel, is_last)

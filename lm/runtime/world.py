@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lm.context import ContextGroup, new_context_group
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch
 from lm.runtime.failures import as_run_error
@@ -124,6 +125,10 @@ class World:
     def device_mesh(self, shape: MeshShape) -> DeviceMesh:
         """Return the mesh of `shape`, with this world's timeout."""
         return make_mesh(self.device.type, shape, self.tensor_timeout)
+
+    def context_group(self, size: int) -> ContextGroup:
+        """Return the ranks that compute sequences together, `size` of them, as `device_mesh`."""
+        return new_context_group(size, self.rank, self.size, self.tensor_timeout)
 
     def all_gather(self, values: Tensor) -> Tensor:
         """Return every rank's `values`, a tensor on the device, by rank: `(size, *shape)`."""

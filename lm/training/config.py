@@ -425,6 +425,19 @@ class PrecisionConfig(Config, frozen=True):
 HYBRID = ("hybrid-full-shard", "hybrid-grad-shard")
 
 
+def count_groups(key: str, size: int, n_ranks: int) -> int:
+    """Return how many groups of `size` ranks there are.
+
+    Raises:
+        ConfigError: the ranks cannot be divided into groups; names the sizes that `key` can have.
+    """
+    if n_ranks % size:
+        divisors = [divisor for divisor in range(1, n_ranks + 1) if n_ranks % divisor == 0]
+        problem = f"{n_ranks} ranks cannot be divided into groups of {size}"
+        raise ConfigError(f"{key}: {problem}; use one of {divisors}")
+    return n_ranks // size
+
+
 class ParallelConfig(Config, frozen=True):
     """Sharding, recomputation, offload, compilation and determinism."""
 
@@ -453,6 +466,22 @@ class ParallelConfig(Config, frozen=True):
         None,
         gt=0,
         description="ranks per replica for hybrid strategies; null = the ranks of a node",
+    )
+    context_parallel: Logged[int] = Field(
+        1,
+        gt=0,
+        description="ranks that divide the tokens of each sequence among them, for long ones; the"
+        " other ranks are as many groups of data parallelism",
+        json_schema_extra={
+            "aliases": [
+                "context_parallel_size",
+                "context_parallel_degree",
+                "cp_size",
+                "cp",
+                "sequence_parallel_size",
+                "ulysses_sequence_parallel_size",
+            ]
+        },
     )
     layer_wrap: Logged[bool] = Field(
         True,
@@ -516,6 +545,20 @@ class ParallelConfig(Config, frozen=True):
     def reshard_after_forward(self) -> bool:
         """Whether parameters are resharded after forward and all-gathered again in backward."""
         return self.sharding.endswith("full-shard")
+
+    def dp_size(self, n_ranks: int) -> int:
+        """Return how many groups of `context_parallel` ranks there are, each with its own batches.
+
+        Raises:
+            ConfigError: the ranks cannot be divided into groups.
+        """
+        return count_groups("context_parallel", self.context_parallel, n_ranks)
+
+    def own_length(self, length: int) -> int:
+        """Return how many tokens of sequences of `length` a rank has, padding included."""
+        if self.context_parallel == 1:
+            return length
+        return 2 * math.ceil(length / (2 * self.context_parallel))
 
     def compiles(self, on_gpu: bool, float8: str | None) -> bool:
         """Return whether the blocks and the loss are compiled."""

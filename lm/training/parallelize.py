@@ -43,7 +43,7 @@ from lm.launch.console import announce, warn
 from lm.runtime.world import MeshShape
 from lm.shards import local_rows
 from lm.training import lora
-from lm.training.config import ParallelConfig
+from lm.training.config import ParallelConfig, count_groups
 from lm.training.float8 import convert_to_float8
 from lm.training.offload import offload_activations
 from lm.training.transfer import UNSCALED, Transfer
@@ -74,11 +74,8 @@ def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> 
     if not config.sharding.startswith("hybrid"):
         return MeshShape(replicate=1, shard=world_size)
     group = config.shard_group_size or ranks_per_node
-    if world_size % group:
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        problem = f"{world_size} ranks cannot be divided into groups of {group}"
-        raise ConfigError(f"shard_group_size: {problem}; use one of {divisors}")
-    return MeshShape(replicate=world_size // group, shard=group)
+    n_replicas = count_groups("shard_group_size", group, world_size)
+    return MeshShape(replicate=n_replicas, shard=group)
 
 
 def apply_float8(

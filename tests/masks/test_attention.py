@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.attention import (
+    SequencePart,
     attend,
     attend_to_spans,
     find_document_starts,
-    find_oldest_keys,
+    find_key_bounds,
     make_block_mask,
     make_dense,
     make_mask,
@@ -49,11 +50,11 @@ CASES = {
 
 
 def find_mask(window: int | None) -> Tensor:
-    """Return the oldest keys of two rows, one of several documents, one of a single one."""
+    """Return the bounds of the keys of two rows, one of several documents, one of a single one."""
     ids = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
     document_ids = torch.stack([ids, torch.zeros_like(ids)])
     starts = find_document_starts(document_ids, torch.arange(LENGTH))
-    return find_oldest_keys(starts, window)
+    return find_key_bounds(starts, window)
 
 
 def draw(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -114,7 +115,7 @@ def test_documents_one_by_one_have_the_attention_and_gradients_of_the_formula(na
     inputs = draw(case)
     query, key, value, *rest = inputs
     sinks = rest[0] if rest else None
-    mask = make_mask(find_mask(case.window))
+    mask = make_mask(find_mask(case.window), LENGTH)
     found = attend(query, key, value, mask, scale=0.3, sinks=sinks)
     expected = reference(query, key, value, sinks, hides(case.window), 0.3)
     torch.testing.assert_close(found, expected)
@@ -126,7 +127,7 @@ def test_documents_one_by_one_have_the_attention_and_gradients_of_the_formula(na
 
 def test_documents_are_computed_as_each_alone_to_the_last_bit() -> None:
     query, key, value = (each[:1].detach() for each in draw(CASES["grouped"], torch.float32))
-    found = attend(query, key, value, make_mask(find_mask(None)[:1]))
+    found = attend(query, key, value, make_mask(find_mask(None)[:1], LENGTH))
     splits = [each.split(DOCUMENTS, dim=2) for each in (query, key, value)]
     alone = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -141,9 +142,13 @@ def test_kernels_agree_on_softcaps_and_sinks(options: dict[str, Any]) -> None:
     query, key, value, drawn = (each.detach() for each in draw(CASES["sinks"], torch.float32))
     sinks = drawn if "sinks" in options else None
     softcap = options.get("softcap")
-    oldest_key = find_mask(None)
+    bounds = find_mask(None)
     expected = reference(query, key, value, sinks, hides(None), 0.3, softcap)
-    masks = make_mask(oldest_key), make_block_mask(oldest_key), make_dense(make_mask(oldest_key))
+    masks = (
+        make_mask(bounds, LENGTH),
+        make_block_mask(bounds, LENGTH),
+        make_dense(make_mask(bounds, LENGTH), LENGTH),
+    )
     for mask in masks:
         if sinks is not None and not isinstance(mask, Tensor):
             continue  # FlexAttention returns the sums of exponents on a GPU only
@@ -152,17 +157,31 @@ def test_kernels_agree_on_softcaps_and_sinks(options: dict[str, Any]) -> None:
 
 
 def test_both_compact_masks_stand_for_the_same_pairs() -> None:
-    oldest_key = find_mask(50)
-    dense = make_dense(make_mask(oldest_key))
+    bounds = find_mask(50)
+    dense = make_dense(make_mask(bounds, LENGTH), LENGTH)
     assert torch.equal(dense, ~hides(50))
-    assert torch.equal(make_dense(make_block_mask(oldest_key)), dense)
+    assert torch.equal(make_dense(make_block_mask(bounds, LENGTH), LENGTH), dense)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_queries_of_a_part_of_a_sequence_attend_as_among_all() -> None:
+    query, key, value = (each.detach() for each in draw(CASES["grouped"], torch.float32))
+    indices = torch.cat([torch.arange(30, 180), torch.arange(400, LENGTH)]).expand(2, -1)
+    part = SequencePart(indices, gather=lambda x: x, is_first=True)
+    expected = reference(query, key, value, None, hides(50), 0.3)[:, :, indices[0]]
+    bounds = find_mask(50)
+    for mask in (make_mask(bounds, LENGTH), make_block_mask(bounds, LENGTH)):
+        mask_of_part = part.mask_of(mask)
+        assert torch.equal(make_dense(mask_of_part, LENGTH), ~hides(50)[:, :, indices[0]])
+        found = attend(query[:, :, indices[0]], key, value, mask_of_part, scale=0.3)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_is_that_of_masks_of_all_pairs() -> None:
     query, key, value = draw(CASES["documents"], torch.float32)
-    mask = make_mask(find_mask(None))
+    mask = make_mask(find_mask(None), LENGTH)
     outputs: list[Tensor] = []
-    for each in (mask, make_dense(mask)):
+    for each in (mask, make_dense(mask, LENGTH)):
         torch.manual_seed(1)
         outputs.append(attend(query, key, value, each, dropout=0.5))
     assert torch.equal(*outputs)
@@ -175,7 +194,7 @@ def test_the_compiler_traces_documents_in_one_graph(name: str) -> None:
     inputs = draw(case, torch.float32)
     query, key, value, *rest = inputs
     sinks = rest[0] if rest else None
-    mask = make_mask(find_mask(case.window))
+    mask = make_mask(find_mask(case.window), LENGTH)
     traced = torch.compile(attend, fullgraph=True, backend="aot_eager")
     found = traced(query, key, value, mask, sinks=sinks)
     expected = attend(query, key, value, mask, sinks=sinks)
@@ -197,13 +216,13 @@ def test_the_compiler_traces_rows_of_changing_lengths(sinks: Tensor | None) -> N
 def test_the_operator_is_registered_as_pytorch_expects() -> None:
     query, key, value = (each.detach()[:, :, :50] for each in draw(CASES["grouped"], torch.float32))
     inputs = [each.clone().requires_grad_() for each in (query, key, value)]
-    oldest_key = find_mask(None)[:, :50]
+    bounds = find_mask(None)[..., :50]
     torch.library.opcheck(
         attend_to_spans,
-        (*inputs, oldest_key, 0.3, None),
+        (*inputs, bounds, 0.3, None),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
-    output, sums = attend_to_spans(query, key, value, oldest_key, 0.3, None)
-    arguments = output, query, key, value, output, sums, oldest_key, 0.3
+    output, sums = attend_to_spans(query, key, value, bounds, 0.3, None)
+    arguments = output, query, key, value, output, sums, bounds, 0.3
     operator = torch.ops.lm.attend_to_spans_backward
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

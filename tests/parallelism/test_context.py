@@ -1,0 +1,250 @@
+"""Ranks that divide the tokens of sequences among them train as ranks with complete sequences."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp import build_model
+from lm.config.reading import read_hyperparameters
+from lm.data.loader import Loader, MicroBatch
+from lm.data.run_data import open_data
+from lm.errors import ConfigError
+from lm.objectives.dpo import DPO
+from lm.objectives.objective import NextToken
+from lm.runtime.world import World
+from lm.training import parallelize
+from tests.support.hyperparameters import LLAMA_STYLE, TINY
+from tests.support.parallelism import PARITY_RUN
+from tests.support.ranks import run_ranks
+from tests.support.runs import read_reports, run_fsdp
+from tests.support.step_counts import OperatorCounts
+
+BASE = PARITY_RUN | LLAMA_STYLE | {"max_seq_len": 64, "batch_size": 1, "total_batch_size": 8}
+ANSWERS = {
+    "dataset": "jsonl",
+    "train_data": "answers.jsonl",
+    "tokenizer": "bytes",
+    "loss_on": "completion",
+    "vocab_size": 300,
+}
+SHAPES = {"two": (2, 2), "four": (4, 4), "two of two": (4, 2)}
+"""ranks, and how many of them divide a sequence"""
+KINDS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "answers": ANSWERS,
+    "separate answers": ANSWERS | {"packing": False},
+    "window": {"sliding_window": 9},
+    "answers and a window": ANSWERS | {"sliding_window": 9},
+    "learned positions": TINY | {"positions": "learned", "max_seq_len": 64, "n_kv_heads": None},
+    "padded": {"max_seq_len": 50},
+    "mixture": {"n_experts": 3, "d_ff": 24, "router_balance": "bias"},
+    "full recomputation": ANSWERS | {"activation_checkpointing": "full"},
+    "selective recomputation": ANSWERS | {"activation_checkpointing": "selective"},
+    "compiled": ANSWERS | {"compile": True},
+}
+QUICK = "answers and a window"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with answers, some shorter than a piece of a sequence, some longer than all."""
+    path = tmp_path_factory.mktemp("context")
+    generator = np.random.default_rng(0)
+    lines: list[str] = []
+    for length in generator.integers(1, 70, 120):
+        words = "".join(chr(97 + letter) for letter in generator.integers(0, 26, length))
+        lines.append(json.dumps({"prompt": words[:5], "completion": words}))
+    (path / "answers.jsonl").write_text("\n".join(lines))
+    return str(path)
+
+
+def compute_gradients(
+    world: World, folder: str, kinds: dict[str, dict[str, Any]], context_parallel: int
+) -> dict[str, dict[str, Any]]:
+    """Return the loss and the gradients of the first step of each kind, by name."""
+    os.chdir(folder)
+    found: dict[str, dict[str, Any]] = {}
+    group = world.context_group(context_parallel)
+    dp = world.rank // group.size, world.size // group.size
+    for kind, changes in kinds.items():
+        settings = BASE | {"context_parallel": context_parallel} | changes
+        hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
+        length = hp.model.max_seq_len
+        data = open_data(hp.data, hp.model.vocab_size, length, 8, 7, *dp)
+        loader = Loader(hp.data, data, 8, *dp, world.device, group)
+        shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
+        model = build_model(hp, world.device_mesh(shape), None)
+        parallelize.initialize_parameters(model, 7)
+        model.train()
+        batch = next(loader.training(0))
+        loss_sum = torch.zeros(())
+        for micro_batch in batch.micro_batches:
+            loss = NextToken().losses(model, micro_batch).minimized_sum
+            (loss * (world.size / batch.n_terms)).backward()
+            loss_sum += loss.detach()
+        gradients = {"loss": (world.all_gather(loss_sum).sum() / batch.n_terms).numpy()}
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            gradients[name] = parameter.grad.full_tensor().numpy()
+        found[kind] = gradients
+    return found
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(np.linalg.norm(value) for value in expected.values())
+    for name, value in expected.items():
+        scale = max(np.linalg.norm(value), 1e-2 * largest)
+        assert np.linalg.norm(found[name] - value) <= 1e-6 * scale, name
+
+
+def test_divided_sequences_have_the_loss_and_gradients_of_complete_ones(folder: str) -> None:
+    kinds = {QUICK: KINDS[QUICK]}
+    [complete] = run_ranks(1, compute_gradients, folder, kinds, 1)
+    divided = run_ranks(2, compute_gradients, folder, kinds, 2)[0]
+    compare(divided[QUICK], complete[QUICK])
+
+
+@pytest.fixture(scope="module")
+def complete(folder: str) -> dict[str, dict[str, Any]]:
+    """The gradients of complete sequences, by kind."""
+    return run_ranks(1, compute_gradients, folder, KINDS, 1)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_kind_has_the_loss_and_gradients_of_complete_sequences(
+    folder: str, complete: dict[str, dict[str, Any]], shape: str
+) -> None:
+    n_ranks, n_of_a_sequence = SHAPES[shape]
+    divided = run_ranks(n_ranks, compute_gradients, folder, KINDS, n_of_a_sequence)[0]
+    for kind in KINDS:
+        compare(divided[kind], complete[kind])
+
+
+def compute_gradients_of_pairs(
+    world: World, folder: str, context_parallel: int, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what DPO computes of a batch of pairs: loss, statistics, reference and gradients."""
+    os.chdir(folder)
+    group = world.context_group(context_parallel)
+    dp = world.rank // group.size, world.size // group.size
+    settings = BASE | ANSWERS | {"train_data": "pairs.jsonl", "loss_on": "all", "init_from": "x"}
+    settings |= {"objective": "dpo", "context_parallel": context_parallel} | changes
+    hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
+    data = open_data(hp.data, hp.model.vocab_size, 64, 8, 7, *dp, pairs=True)
+    loader = Loader(hp.data, data, 8, *dp, world.device, group)
+    shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
+    models: list[Any] = []
+    for seed in (7, 8):
+        model = build_model(hp, world.device_mesh(shape), None)
+        parallelize.initialize_parameters(model, seed)
+        models.append(model.train())
+    initial, model = models
+    dpo = DPO(hp.objective, data.n_replies, world.device)
+    list(dpo.prepare(initial, loader, 0, world, lambda _: None))
+    batch = next(loader.training(0))
+    loss_sum = torch.zeros(())
+    statistics = torch.zeros(len(dpo.statistics), dtype=torch.float64)
+    for micro_batch in batch.micro_batches:
+        losses = dpo.losses(model, micro_batch)
+        (losses.minimized_sum * (world.size / batch.n_terms)).backward()
+        loss_sum += losses.loss_sum.detach().float()
+        statistics += losses.statistics
+    found = {
+        "loss": (world.all_gather(loss_sum).sum() / batch.n_terms).numpy(),
+        "statistics": world.all_gather(statistics).sum(dim=0).numpy(),
+        "reference": dpo.reference.numpy(),
+    }
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.grad.full_tensor().numpy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"dpo_loss": "ipo", "sft_weight": 0.5}])
+def test_replies_that_are_divided_have_the_loss_and_gradients_of_complete_ones(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    pairs = [
+        {"prompt": "abcd", "chosen": "fgh" * (i % 7 + 1), "rejected": "xy" * (i % 5 + 1)}
+        for i in range(24)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    [complete] = run_ranks(1, compute_gradients_of_pairs, str(tmp_path), 1, changes)
+    for n_ranks in (2, 4):
+        found = run_ranks(n_ranks, compute_gradients_of_pairs, str(tmp_path), 2, changes)[0]
+        compare(found, complete)
+
+
+RUN = BASE | ANSWERS | {"sliding_window": 9, "max_steps": 20, "validation_rate": 10}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_resumes_with_divided_sequences_and_trains_as_with_complete_ones(
+    folder: str, tmp_path: Path, shape: str
+) -> None:
+    run = RUN | {"train_data": f"{folder}/answers.jsonl"}
+    run_fsdp(tmp_path / "complete", config=run, code=0)
+    run_fsdp(tmp_path / "divided", "stop_at_step=8", config=run, code=0)
+    n_ranks, n_of_a_sequence = SHAPES[shape]
+    divided = run | {"context_parallel": n_of_a_sequence}
+    run_fsdp(tmp_path / "divided", ranks=n_ranks, config=divided, code=0)
+    for group in ("training", "validation"):
+        expected = read_reports(tmp_path / "complete", group)
+        found = read_reports(tmp_path / "divided", group)
+        assert found.keys() == expected.keys()
+        for step, report in expected.items():
+            for metric in {"loss", "grad_norm", "perplexity", "bits_per_byte"} & report.keys():
+                assert found[step][metric] == pytest.approx(report[metric], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"context_parallel": 33},  # of 64 tokens
+        {"context_parallel": 2, "n_experts": 2, "router_balance": "sequence"},
+    ],
+)
+def test_sequences_that_cannot_be_divided_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^test: context_parallel: "):
+        read_hyperparameters({"hyperparameters": BASE | keys}, [], "test")
+
+
+def test_ranks_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    refused = run_fsdp(tmp_path, "context_parallel=2", code=2)
+    assert "context_parallel: 1 ranks" in refused.stderr
+    assert "use one of [1]" in refused.stderr
+
+
+def train_a_block(world: World, mode: str) -> dict[str, int]:
+    """Return how often each of our operators is called in a step of two blocks."""
+    settings = BASE | {"activation_checkpointing": mode, "context_parallel": 2}
+    hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
+    group = world.context_group(2)
+    shape = parallelize.mesh_shape(hp.parallel, world.size, world.size)
+    model = build_model(hp, world.device_mesh(shape), None)
+    parallelize.initialize_parameters(model, 7)
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    part = group.part(torch.from_numpy(group.own_indices(64))[None])
+    with OperatorCounts() as counts:
+        batch = MicroBatch(tokens, tokens, torch.zeros(1, 64, dtype=torch.int64), part)
+        NextToken().losses(model, batch).minimized_sum.backward()
+    return {func.name(): n for func, n in counts.calls.items() if func.namespace == "lm"}
+
+
+@pytest.mark.parametrize(("mode", "n_gathers"), [("none", 1), ("selective", 2), ("full", 2)])
+def test_a_layer_gathers_once_or_again_where_it_is_recomputed(mode: str, n_gathers: int) -> None:
+    n_layers = BASE["n_layers"]
+    for counts in run_ranks(2, train_a_block, mode):
+        assert counts["lm::gather_tokens"] == n_layers * n_gathers
+        assert counts["lm::sum_to_ranks"] == n_layers
