@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -527,3 +528,13 @@ def test_initial_weights_depend_on_no_world_size_or_strategy() -> None:
     for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"], size)[-1]:
         for name, parameter in plain.named_parameters():
             assert np.array_equal(weights[name], parameter.detach().numpy()), name
+
+
+def test_initial_weights_differ_by_name_and_seed() -> None:
+    hp = read_hyperparameters({"hyperparameters": PARITY_RUN}, [], "test")
+    drawn: list[Tensor] = []
+    for seed in (7, 8):
+        model = Transformer(hp.own_model)
+        parallelize.initialize_parameters(model, seed)
+        drawn += [model.get_parameter(f"blocks.{i}.attention.q_proj.weight") for i in (0, 1)]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
