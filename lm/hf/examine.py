@@ -338,6 +338,7 @@ def _write_answers(config: dict[str, Any], directory: Path) -> None:
     (directory / _RESULT).write_bytes(_ANSWERS.dump_json(_examine(config), indent=1))
 
 
+@torch.enable_grad()  # whoever asks first
 def _examine(config: dict[str, Any]) -> Examination | str:
     """Return the answers for the small model of `config`, or why it does not compute."""
     started = time.process_time()

@@ -359,13 +359,14 @@ def test_lora_step_collectives(bases: dict[str, Path], tmp_path: Path) -> None:
     model = ModelConfig.model_validate(SHAPE)
     *blocks, embedding, head = unit_sizes(model)
     adapters = hp.n_trained_parameters // model.n_layers
-    gathered = [embedding, head, *(2 * [size + adapters for size in blocks])]
+    norm = model.d_model  # of the root, which the head of a class does not have
+    gathered = [embedding, head - norm, norm, *(2 * [size + adapters for size in blocks])]
     wanted = Counter(
         {("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * model.n_layers): 1}
     )
     wanted.update(("all-gather", 2, 2 * size) for size in gathered)
     wanted["reduce-scatter", 2, 4 * adapters] += model.n_layers
-    for step in run_ranks(2, count_steps_of_each, str(tmp_path), {"lora": hyperparameters})[0][
+    for step in run_ranks(2, count_steps_of_each, str(tmp_path), {"lora": hyperparameters}, {})[0][
         "lora"
     ]:
         assert step.collectives == wanted
@@ -377,8 +378,9 @@ def test_lora_compile_makes_two_graphs_of_blocks_and_trains_the_same(
 ) -> None:
     """Traced, without the code of PyTorch's compiler, which test_nf4.py runs."""
     run = settings(bases["llama"], lora_dropout=0.1, activation_checkpointing="full")
+    read_with_model_defaults(run)  # examines the class, which compiles some layers
     runs = {"eager": run, "compiled": run | {"compile": True}}
-    steps = run_ranks(1, count_steps_of_each, str(tmp_path), runs)[0]
+    steps = run_ranks(1, count_steps_of_each, str(tmp_path), runs, {})[0]
     assert [step.graphs for step in steps["compiled"]] == [0, 3, 3]  # and one of the loss
     eager, compiled = (
         [report["loss"] for report in read_reports(tmp_path, name=name).values()] for name in runs
