@@ -245,18 +245,18 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # The units are the embedding, each block and the head; for a class of transformers that keeps
-    # parameters in float32, one more, of these, around all blocks; and the model, of the rest. FSDP
-    # does not look into a module that already is a unit, so the outer units are made first, and
-    # ignore what the inner ones will hold.
+    # The units, from the outside in: the model, with what no other unit holds; the parameters that
+    # a class of transformers keeps in float32 in forward, wherever in its blocks they are; and the
+    # embedding, each block and the head. In this order, as FSDP does not look for parameters in a
+    # module that already is a unit; so each unit ignores what those inside of it will hold.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     in_float32 = kept_in_float32(model, amp_dtype)
     fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
     parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    sharded_in_float32 = kept_in_float32(model, amp_dtype)  # sharding has replaced them
+    in_float32 = kept_in_float32(model, amp_dtype)  # the DTensors that have replaced them
     for unit in units:
-        fully_shard(unit, **fsdp_options, ignored_params=sharded_in_float32)
+        fully_shard(unit, **fsdp_options, ignored_params=in_float32)
     parallelize.tune_gathers(model)
     parallelize.tune_reductions(model, hp.parallel, mesh)
     model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
@@ -356,7 +356,7 @@ class Trainer:
             if host_bytes > 0:
                 size = format_bytes(host_bytes)
                 self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
-        if run.new_start is not None:
+        if run.new_start is not None:  # what the run starts from, in case it is killed meanwhile
             self.world.on_rank0(self.store.record_early, run.new_start)
         self.load_pretrained()
         progress = load_checkpoint(
@@ -383,7 +383,7 @@ class Trainer:
         values = run.info.hyperparameters
         self.signals.install()  # before this, there is nothing to save
         self.logger.open(self.step, missing, values, distinguishing(values))
-        self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
+        self.accumulator.start(progress.metric_sums)  # last, as it starts the clock
 
     def load_pretrained(self) -> None:
         """Load the weights of the Hugging Face model that `init_from` names, if it names one.
@@ -473,8 +473,8 @@ class Trainer:
             self.evaluate()
             self.stop_where_configured()
             if self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate):
-                is_last = self.stopping or self.step == self.run.max_steps
-                self.save(wait=is_last or not self.hp.checkpoint.async_checkpoint)
+                ends_here = self.stopping or self.step == self.run.max_steps
+                self.save(wait=ends_here or not self.hp.checkpoint.async_checkpoint)
 
     def prepare_objective(self) -> None:
         """Compute what the objective needs of the initial weights, unless a checkpoint has it.
@@ -495,13 +495,13 @@ class Trainer:
                     self.save_objective()
             if self.stopping:
                 self.save_objective()
-        self.accumulator.load_state_dict(None)  # no step has started
+        self.accumulator.start()  # again: no step has begun
 
     def save_objective(self) -> None:
         """Save what the objective has prepared so far, with the initial weights."""
         self.objective.exchange(self.world)
         if self.run.trains:
-            self.accumulator.load_state_dict(None)  # no step has started
+            self.accumulator.start()  # again: no step has begun
             self.save(wait=True)
 
     def forward_backward(self, batch: Batch) -> Losses:
@@ -533,7 +533,7 @@ class Trainer:
         """
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
         grad_norm, nonfinite = self.optimizer.measure_gradients(self.scaler.scale)
-        divisor = self.optimizer.clip(grad_norm, self.scaler.scale)
+        divisor = self.optimizer.clipping_divisor(grad_norm, self.scaler.scale)
         skipped = self.spikes.find_skipped(
             self.world, losses.loss_sum, batch.n_terms, grad_norm, nonfinite
         )
@@ -733,12 +733,13 @@ class Trainer:
         code = 0
         if self.stopping:
             reason = self.stop_reason or self.search_stop.reason
-            if reason is None:
+            if reason is None:  # a signal or Determined has asked for it
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:
                     code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
-                # Exit code 0 then means that the trial resumes; without it, as after the search has
-                # stopped the trial, that it is complete. Off the cluster, it does nothing.
+                # To Determined, exit code 0 after this means that the trial resumes later; without
+                # it (the search or `stop_at_step` has stopped it), that the trial is complete. Off
+                # the cluster, it does nothing.
                 if self.world.rank == 0:
                     self.context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"

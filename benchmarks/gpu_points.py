@@ -326,7 +326,7 @@ class Bench:
                 loss_sum = transformer(inputs, targets)
                 (loss_sum / n_tokens).backward()
             norm, nonfinite = optimizer.measure_gradients(scale)
-            divisor = optimizer.clip(norm, scale)
+            divisor = optimizer.clipping_divisor(norm, scale)
             optimizer.step(hp.optim.lr, divisor, nonfinite)
             optimizer.zero_grad()
 

@@ -57,8 +57,8 @@ class MetricsAccumulator:
     def _on_device(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)
 
-    def load_state_dict(self, ranks: Sequence[MetricSums] | None) -> None:
-        """Continue from the sums of all ranks that saved, or from zero, and start the clock."""
+    def start(self, ranks: Sequence[MetricSums] | None = None) -> None:
+        """Start the clock, and the sums: from those of all ranks that saved, or from zero."""
         if not ranks:
             self._load(MetricSums())
         elif len(ranks) == self._world.size:

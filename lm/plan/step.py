@@ -394,7 +394,7 @@ def _step(
         live.move_rest(GRADIENTS)  # of this rank, not reduced yet
     live.start_phase(OPTIMIZER)
     norm, nonfinite = optimizer.measure_gradients(scaler.scale)
-    optimizer.step(1e-3, optimizer.clip(norm, scaler.scale), nonfinite)
+    optimizer.step(1e-3, optimizer.clipping_divisor(norm, scaler.scale), nonfinite)
 
 
 def _pair_of(tokens: Tensor) -> PairBatch:

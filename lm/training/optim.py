@@ -217,7 +217,7 @@ class Optimizer:
             norm = norm / loss_scale.to(norm.device)
         return GradientMeasures(norm, (~torch.isfinite(norm)).float())
 
-    def clip(self, norm: Tensor, loss_scale: Tensor | float) -> Tensor | None:
+    def clipping_divisor(self, norm: Tensor, loss_scale: Tensor | float) -> Tensor | None:
         """Return what `step` divides the gradients by, so that their norm is at most `grad_clip`.
 
         That is loss_scale x max(1, norm / grad_clip); None = 1.

@@ -123,7 +123,7 @@ def take_step(
 ) -> tuple[Tensor, Tensor]:
     scale = torch.tensor(loss_scale) if loss_scale != 1 else 1.0
     grad_norm, skipped = optimizer.measure_gradients(scale)
-    optimizer.step(lr, optimizer.clip(grad_norm, scale), skipped)
+    optimizer.step(lr, optimizer.clipping_divisor(grad_norm, scale), skipped)
     optimizer.zero_grad()
     return grad_norm, skipped
 

@@ -70,7 +70,7 @@ def train(
         loss = model(inputs, targets) / targets.numel()
         loss.backward()
         grad_norm, skipped = optimizer.measure_gradients(1.0)
-        optimizer.step(0.01 / (step + 1), optimizer.clip(grad_norm, 1.0), skipped)
+        optimizer.step(0.01 / (step + 1), optimizer.clipping_divisor(grad_norm, 1.0), skipped)
         optimizer.zero_grad()
         found.append((loss.item(), grad_norm.item()))
     return found
@@ -299,7 +299,7 @@ def train_on_equal_gradients(world: World, sharding: str) -> tuple[list[float], 
             rows, start = local_rows(parameter.grad)
             rows.copy_(gradient[start : start + len(rows)])
         norm, skipped = optimizer.measure_gradients(1.0)
-        optimizer.step(0.01, optimizer.clip(norm, 1.0), skipped)
+        optimizer.step(0.01, optimizer.clipping_divisor(norm, 1.0), skipped)
         norms.append(norm.item())
     return norms, {name: full(parameter) for name, parameter in model.named_parameters()}
 
