@@ -42,13 +42,13 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     return reading.load_hyperparameters(args.config, args.overrides, _read_start)
 
 
-def _load_with(args: argparse.Namespace, settings: Mapping[str, str]) -> Hyperparameters:
+def load_with(args: argparse.Namespace, settings: Mapping[str, str]) -> Hyperparameters:
     """Return the hyperparameters with settings as the last arguments."""
     overrides = [*args.overrides, *(f"{key}={value}" for key, value in settings.items())]
     changed = argparse.Namespace(**vars(args) | {"overrides": overrides})
     with redirect_stderr(io.StringIO()):  # of warnings that were printed before
         hp = load_hyperparameters(changed)
-    return round_up_batch(hp, args.gpus)
+    return round_up_batch(hp, hp.parallel.dp_size(args.gpus))
 
 
 def _read_start(init_from: str) -> Mapping[str, Any]:
@@ -189,7 +189,7 @@ def describe_plan(args: argparse.Namespace) -> Plan:
         lines.append(f"fits into {usable}; CUDA, NCCL and fragmentation take the rest")
     else:
         lines.append(f"does not fit into {usable}")
-        proposals = fit.propose(need, partial(_load_with, args))
+        proposals = fit.propose(need, partial(load_with, args))
         lines += [proposal.describe() for proposal in proposals]
         fewest = find_fewest_gpus(given, ranks)
         if fewest is not None:

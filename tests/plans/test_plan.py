@@ -28,7 +28,7 @@ from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main, parse_plan_arguments
-from lm.plan.describe import load_hyperparameters
+from lm.plan.describe import load_hyperparameters, load_with
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.training.roles import measure_sizes
@@ -401,6 +401,13 @@ def test_plan_rounds_the_batch_up_for_more_gpus(capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert found["total_batch_size"] == 32
     assert found["peak"] == sum(found["memory"].values())
+
+
+def test_settings_are_planned_with_the_batch_of_the_run() -> None:
+    sizes = ["batch_size=2", "total_batch_size=8", "context_parallel=2", "--gpus", "8"]
+    changed = load_with(parse_plan_arguments([*SMALL, *sizes]), {"sharding": "full-shard"})
+    assert changed.parallel.sharding == "full-shard"
+    assert changed.data.total_batch_size == 8  # 2 on each of 4 groups
 
 
 @pytest.mark.usefixtures("shared_cache")
