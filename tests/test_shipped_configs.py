@@ -17,6 +17,8 @@ from determined.common import context
 from docs.hyperparameters import editor_schema, markdown_page
 from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.model_config import ModelConfig
+from lm.transformers_config import TransformersConfig
 from tests.support import REPOSITORY
 from tests.support.runs import read_reports, run_fsdp
 from tests.support.tokenizer_files import CHAT_TEMPLATE, llama_tokenizer
@@ -145,6 +147,14 @@ def test_shipped_hyperparameters_are_valid(path: Path) -> None:
         assert [
             step % (hp.metrics.validation_rate or hp.metrics.report_rate) for step in rungs
         ] == [0, 0, 0]
+
+
+@shipped
+def test_shipped_file_with_weights_leaves_the_structure_to_them(path: Path) -> None:
+    keys = yaml.safe_load(path.read_text())["hyperparameters"].keys()
+    if "init_from" in keys:
+        refused = ModelConfig.model_fields.keys() - TransformersConfig.model_fields.keys()
+        assert not keys & refused
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
