@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm.data.json_lines import load_json
-from lm.data.record_fields import OF_MESSAGES, RecordFields, Value, as_yaml
+from lm.data.record_fields import OF_MESSAGES, RecordFields, Value, as_yaml, show
 from lm.errors import ConfigError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -58,7 +58,7 @@ class MessageReader:
         if turns and isinstance(turns, dict):  # one
             turns = [turns]
         if not isinstance(turns, list) or not turns:
-            shown = json.dumps(turns)[:60]
+            shown = show(turns)
             raise ConfigError(f"{value.place} is {shown}, not a list of objects with role, content")
         nullable = _find_nullable_arguments(tools)
         read: list[Turn] = []
@@ -68,8 +68,7 @@ class MessageReader:
             message["role"] = self._read_role(message.get("role"), place)
             calls = decode(message.pop("tool_calls", None)) or []
             if not isinstance(calls, list):
-                shown = json.dumps(calls)[:60]
-                raise ConfigError(f"{place}: tool_calls is {shown}, not a list of calls")
+                raise ConfigError(f"{place}: tool_calls is {show(calls)}, not a list of calls")
             if "content" in message or not calls:
                 message["content"] = _read_content(message.get("content"), place)
             if calls:
@@ -83,9 +82,7 @@ class MessageReader:
     def _select(self, turn: Any, place: str, values: Mapping[str, Value]) -> Message:
         """Return what is read of a message, by the names that chat templates have for it."""
         if not isinstance(turn, dict):
-            raise ConfigError(
-                f"{place} is {json.dumps(turn)[:60]}, not an object with role, content"
-            )
+            raise ConfigError(f"{place} is {show(turn)}, not an object with role, content")
         found: Message = {key: value for key, value in turn.items() if value is not None}
         named = self.fields.of_messages
         names = {key: what for what, key in named.items()}
@@ -119,7 +116,7 @@ class MessageReader:
             return role
         role = _SHAREGPT_ROLES.get(str(role), role)
         if role not in _ROLES:
-            problem = f"role is {json.dumps(role)[:60]}, not one of {', '.join(_ROLES)}"
+            problem = f"role is {show(role)}, not one of {', '.join(_ROLES)}"
             remedy = "rename it; calls of tools are tool_calls of the assistant"
             raise ConfigError(f"{place}: {problem}, nor of the chat template; {remedy}")
         return role
@@ -135,7 +132,7 @@ class MessageReader:
         A table has the arguments of all functions in each call.
         """
         if not isinstance(call, dict):
-            raise ConfigError(f"{place}: {json.dumps(call)[:60]} is not an object")
+            raise ConfigError(f"{place}: {show(call)} is not an object")
         read = {key: value for key, value in call.items() if value is not None}
         if "function" in read:
             read["function"] = self._read_call(read["function"], place, nullable)
@@ -156,16 +153,15 @@ def _read_content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ConfigError(f"{place}: content is {json.dumps(content)[:60]}, not text")
+        raise ConfigError(f"{place}: content is {show(content)}, not text")
     texts: list[str] = []
     for part in content:
         match part:
             case {"type": "text", "text": str(text), **others} if not _drop_nulls(others, set()):
                 texts.append(text)
             case _:
-                shown = json.dumps(part)[:60]
                 rule = 'only parts {"type": "text", "text": TEXT} are read'
-                raise ConfigError(f"{place}: content has {shown}; {rule}")
+                raise ConfigError(f"{place}: content has {show(part)}; {rule}")
     return "".join(texts)
 
 
@@ -229,7 +225,7 @@ def _parse_arguments(arguments: str, place: str) -> None:
     except ValueError:
         decoded = None
     if not isinstance(decoded, dict):
-        problem = f"arguments are {json.dumps(arguments)[:60]}, not a JSON object"
+        problem = f"arguments are {show(arguments)}, not a JSON object"
         raise ConfigError(f"{place}: {problem}; correct or remove the line")
 
 
@@ -245,7 +241,7 @@ def read_tools(tools: Any) -> list[Any] | None:
     for tool in listed:
         if not _is_tool(tool):
             shape = "{function: {name: NAME, parameters: JSON SCHEMA}}"
-            problem = f"tools: {json.dumps(tool)[:60]} is not {shape}"
+            problem = f"tools: {show(tool)} is not {shape}"
             raise ConfigError(f"{problem}; correct or remove the line")
     return _drop_nulls(listed, {"const", "default"})
 

@@ -177,7 +177,7 @@ def fill(source: str, record: Mapping[str, Any]) -> Any:
         if name is not None:
             value = record[_require(name, record)] or ""
             if not isinstance(value, str):
-                raise ConfigError(f"{name} is {json.dumps(value)[:60]}, not text, in {source!r}")
+                raise ConfigError(f"{name} is {show(value)}, not text, in {source!r}")
         if value or name is None:
             text += before + value
     return text
@@ -206,14 +206,18 @@ def check_text(text: Any, key: str) -> str:
     """Return the text of a record's `key`, or raise ConfigError."""
     advice = "remove or correct the record"
     if not isinstance(text, str):
-        shown = json.dumps(text, default=str)[:60]
-        raise ConfigError(f"{key!r} is {shown}, not text; {advice}")
+        raise ConfigError(f"{key!r} is {show(text)}, not text; {advice}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         problem = f"{key!r} is not valid Unicode: character {error.start} is an unpaired surrogate"
         raise ConfigError(f"{problem}; {advice}") from None
     return text
+
+
+def show(value: Any) -> str:
+    """Return the start of what a record has, which in a dataset of the Hub need not be JSON's."""
+    return json.dumps(value, default=str)[:60]
 
 
 def as_yaml(fields: Mapping[str, str]) -> str:

@@ -140,7 +140,8 @@ def _is_held_out(record: Record, fields: RecordFields) -> bool:
     with error_prefix(record.place):
         values = fields.select(record.fields)
     content = {what: value.content for what, value in values.items()}
-    return is_held_out([json.dumps(content, sort_keys=True).encode()], HELD_OUT)
+    text = json.dumps(content, sort_keys=True, default=str)  # of a dataset, it need not be JSON's
+    return is_held_out([text.encode()], HELD_OUT)
 
 
 def _check_first_lines(files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from lm.data.messages import (
     as_texts,
     find_arguments,
 )
-from lm.data.record_fields import RecordFields, check_text
+from lm.data.record_fields import RecordFields, check_text, show
 from lm.data.tokenized import find_template_text
 from lm.data.tokenizer.loading import Tokenizer
 from lm.data.unwritten import find_unwritten
@@ -333,7 +332,7 @@ class RecordRenderer:
         allowed = (0, 1) if message["role"] == "assistant" else (0,)
         if weight not in allowed:
             rule = "it must be 0 or 1 in messages of the assistant, 0 in others"
-            raise ConfigError(f"{turn.place}: weight is {json.dumps(weight)[:60]}; {rule}")
+            raise ConfigError(f"{turn.place}: weight is {show(weight)}; {rule}")
         if not self.completion_only:
             raise ConfigError(f"{turn.place}: weight requires loss_on: completion")
         return weight

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
+from pyarrow import parquet
 
 from lm import prepare
 from lm.data.records import write_records
 from lm.data.run_data import Data, DataConfig, open_data, record_options
+from lm.data.token_file import SPLITS, read_index
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
@@ -168,3 +172,16 @@ def test_records_of_a_dataset_are_those_of_its_files() -> None:
     for name in ("train.bin", "train.ends", "train.mask", "validation.bin"):
         assert Path("stream", name).read_bytes() == Path("files", name).read_bytes()
     assert_equal(opened(train_data="stream"), opened())
+
+
+def test_dates_in_a_dataset_that_are_not_read_do_not_matter() -> None:
+    chats = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
+    for chat in chats:
+        for message in chat["messages"]:
+            message["day"] = date(2026, 1, 31)
+    parquet.write_table(pa.Table.from_pylist(chats), "chats.parquet")
+    arguments = ["--config", "run.yaml", "train_data=chats.parquet", "--split", "train"]
+    arguments.append("fields={messages: messages, role: role, content: content}")
+    assert prepare.main([*arguments, "--out", "out"]) == 0
+    documents = [read_index(Path("out", f"{name}.json")).documents for name in SPLITS]
+    assert sum(documents) == 50

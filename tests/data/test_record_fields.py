@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ TEMPLATE = (
     "[{{ message.role }}] {{ message.content }}{{ message.tool_calls | tojson if message.tool_calls"
     " }}</s>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+
+
+DAY = date(2026, 1, 31)
+"""which a dataset of the Hub can have, and JSON has not"""
 
 
 def tokenizer_of(template: str) -> FileTokenizer:
@@ -479,6 +484,29 @@ def test_a_record_that_fields_do_not_fit_is_refused(record: dict[str, Any], part
             render(record, {"text": source}, completion_only=False)
     with pytest.raises(ConfigError, match=r"^file:1: a is null"):
         render({"a": None}, {"text": "a"}, completion_only=False)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        DAY,
+        [DAY],
+        [{"role": DAY, "content": "A"}],
+        [{"role": "user", "content": DAY}],
+        [{"role": "user", "content": [DAY]}],
+        [{"role": "assistant", "tool_calls": DAY}],
+        [{"role": "assistant", "tool_calls": [DAY]}],
+        [{"role": "user", "content": "A", "weight": DAY}],
+    ],
+    ids=["messages", "message", "role", "content", "part", "calls", "call", "weight"],
+)
+def test_values_of_a_dataset_that_json_has_not_are_refused(messages: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^file:1: messages.* \[?\"2026-01-31\""):
+        render({"messages": messages})
+    with pytest.raises(ConfigError, match=r"tools: .*2026-01-31"):
+        render({"messages": chat(), "tools": [DAY]})
+    with pytest.raises(ConfigError, match='a is "2026-01-31", not text'):
+        render({"a": DAY}, {"text": "{a}"})
 
 
 def test_a_record_needs_every_key_that_fields_name() -> None:
