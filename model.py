@@ -262,7 +262,10 @@ class RouterInputs(NamedTuple):
     is_counted: Tensor | None
     """`(N,)`, the tokens that are counted; None = none are, outside of training"""
     documents: Tensor | None
-    """`(N,)`, the index of the first token of each token's document; None with `is_counted`"""
+    """`(B, S)` of complete sequences, for each token the index of the first one of its document
+    among their B S; None with `is_counted`"""
+    part: SequencePart | None = None
+    """None = the sequences are complete"""
 
 
 class Routed(NamedTuple):
@@ -363,10 +366,17 @@ class Experts(nn.Module):
         is_chosen = torch.zeros_like(scores).scatter(-1, chosen, 1.0) * is_counted  # N E
         loss = scores.new_zeros(())
         if c.router_balance == "sequence":
-            counts = torch.zeros_like(scores).index_add(0, inputs.documents, is_chosen)
-            n_tokens = torch.zeros_like(is_counted).index_add(0, inputs.documents, is_counted)
-            even = n_tokens.clamp(min=1) * c.experts_per_token / scores.shape[-1]
-            f = (counts / even)[inputs.documents]  # N E
+            n_experts = scores.shape[-1]
+            complete = is_chosen  # B S, E
+            own_documents = inputs.documents
+            if inputs.part is not None:
+                batch = len(inputs.documents)
+                own = is_chosen.view(batch, 1, -1, n_experts)
+                complete = inputs.part.gather(own).view(-1, n_experts)
+                own_documents = inputs.part.take(inputs.documents)
+            counts = torch.zeros_like(complete).index_add(0, inputs.documents.flatten(), complete)
+            even = counts.sum(dim=-1, keepdim=True).clamp(min=1) / n_experts
+            f = (counts / even)[own_documents.flatten()]  # N E
             parts = scores / scores.sum(dim=-1, keepdim=True) * is_counted  # N E
             loss = c.balance_rate * (f * parts).sum()
         return Routed(loss, is_chosen.sum(dim=0).long())
@@ -845,15 +855,13 @@ class Transformer(nn.Module):
         else:
             mask = mask_cached(c.sliding_window, indices, end)
         if part is not None:
-            assert document_start is not None
-            document_start = part.take(document_start)
             position_ids = part.take(position_ids)
         x = self.embedding(tokens, position_ids)  # B T D
         inputs = self._attention_inputs(x, position_ids, mask, part)
         counted = None
         if self.training and queries is None:
             counted = targets
-        router_inputs = self._router_inputs(counted, document_start, x.device)
+        router_inputs = self._router_inputs(counted, document_start, part, x.device)
         routed: list[Routed] = []  # by layer
         for block, router_inputs_here in zip(self.blocks, router_inputs, strict=True):
             x, routed_here = block(x, inputs, cache, router_inputs_here)
@@ -907,13 +915,19 @@ class Transformer(nn.Module):
         return make_dense(bounds[:, None], n_keys)
 
     def _router_inputs(
-        self, targets: Tensor | None, document_start: Tensor | None, device: torch.device
+        self,
+        targets: Tensor | None,
+        document_start: Tensor | None,
+        part: SequencePart | None,
+        device: torch.device,
     ) -> Sequence[RouterInputs | None]:
         """Return the inputs of each layer's router; None = it has none.
 
         Args:
             targets: `(B, T)`, whose tokens are counted unless they are ignored; None = none are.
-            document_start: see `find_document_starts`; None = each sequence is one document.
+            document_start: of complete sequences, see `find_document_starts`; None = each is one
+                document.
+            part: see `RouterInputs`.
         """
         if self.config.n_experts is None:
             return [None] * len(self.blocks)
@@ -921,15 +935,14 @@ class Transformer(nn.Module):
         documents = None
         if targets is not None:
             is_counted = (targets != IGNORE_INDEX).flatten()
-            batch_size, length = targets.shape
-            documents = length * torch.arange(batch_size, device=device)[:, None]  # B 1
-            if document_start is not None:
-                documents = documents + document_start  # B T
-            documents = documents.expand_as(targets).flatten()
+            if document_start is None:
+                document_start = torch.zeros_like(targets)
+            batch_size, length = document_start.shape
+            documents = document_start + length * torch.arange(batch_size, device=device)[:, None]
         if self.router_bias is None:
-            return [RouterInputs(None, is_counted, documents)] * len(self.blocks)
+            return [RouterInputs(None, is_counted, documents, part)] * len(self.blocks)
         biases = self.router_bias.to(device)  # with `cpu_offload` it is on the host
-        return [RouterInputs(bias, is_counted, documents) for bias in biases.unbind()]
+        return [RouterInputs(bias, is_counted, documents, part) for bias in biases.unbind()]
 
     def _attention_inputs(
         self, x: Tensor, position_ids: Tensor, mask: Mask | None, part: SequencePart | None

@@ -78,13 +78,9 @@ def _find_problems_of_context(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     if hp.model.max_seq_len < 2 * n_ranks:
         problem = f"{n_ranks} ranks divide a sequence into {2 * n_ranks} pieces"
         yield key, f"{problem}, but max_seq_len is {hp.model.max_seq_len}; use fewer ranks"
-    if not isinstance(hp.model, ModelConfig):
-        if not hp.model.examined.context_parallel:
-            problem = f"{hp.model.model_type} computes parts of sequences otherwise"
-            yield key, f"{problem}; use 1"
-    elif hp.model.n_experts is not None and hp.model.router_balance == "sequence":
-        problem = "balances the experts of a document, whose tokens are divided among ranks"
-        yield key, f"router_balance: sequence {problem}; use router_balance: bias, or 1"
+    if not isinstance(hp.model, ModelConfig) and not hp.model.examined.context_parallel:
+        problem = f"{hp.model.model_type} computes parts of sequences otherwise"
+        yield key, f"{problem}; use 1"
 
 
 def _find_problems_of_fields(hp: Hyperparameters) -> Iterator[tuple[str, str]]:

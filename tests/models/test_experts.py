@@ -174,7 +174,7 @@ def test_balance_loss_is_that_of_each_document(router: str) -> None:
     is_counted[2] = False
     starts = [0, 5, 9, 18]  # the first row is of two documents
     lengths = torch.tensor([5, 4, 9, 9])
-    documents = torch.repeat_interleave(torch.tensor(starts), lengths)
+    documents = torch.repeat_interleave(torch.tensor(starts), lengths).view(3, 9)
     _, routed = layer(x, RouterInputs(None, is_counted.flatten(), documents))
     assert routed is not None
 

@@ -46,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "learned positions": TINY | {"positions": "learned", "max_seq_len": 64, "n_kv_heads": None},
     "padded": {"max_seq_len": 50},
     "mixture": {"n_experts": 3, "d_ff": 24, "router_balance": "bias"},
+    "balanced documents": ANSWERS
+    | {"n_experts": 3, "d_ff": 24, "router_balance": "sequence", "router_balance_rate": 1.0},
     "full recomputation": ANSWERS | {"activation_checkpointing": "full"},
     "selective recomputation": ANSWERS | {"activation_checkpointing": "selective"},
     "compiled": ANSWERS | {"compile": True},
@@ -208,16 +210,9 @@ def test_a_run_resumes_with_divided_sequences_and_trains_as_with_complete_ones(
                 assert found[step][metric] == pytest.approx(report[metric], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"context_parallel": 33},  # of 64 tokens
-        {"context_parallel": 2, "n_experts": 2, "router_balance": "sequence"},
-    ],
-)
-def test_sequences_that_cannot_be_divided_are_refused(keys: dict[str, Any]) -> None:
+def test_sequences_of_too_few_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^test: context_parallel: "):
-        read_hyperparameters({"hyperparameters": BASE | keys}, [], "test")
+        read_hyperparameters({"hyperparameters": BASE | {"context_parallel": 33}}, [], "test")
 
 
 def test_ranks_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
