@@ -504,6 +504,7 @@ def _names_token_files(where: str | None) -> bool:
         return False
     path = home_path(where)
     with suppress(OSError):  # of a name that cannot be one, which the reader of files refuses
+        recover(path)
         if path.is_dir():
             path = path / f"{TRAIN}.bin"
         return path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists()

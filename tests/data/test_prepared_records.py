@@ -140,6 +140,14 @@ def test_prepared_records_without_a_validation_part_need_val_data() -> None:
     assert data.fingerprints() == opened(val_data="chats.jsonl").fingerprints()
 
 
+def test_prepared_records_that_a_kill_has_left_aside_are_put_back() -> None:
+    """Between the two renames by which --overwrite replaces a directory."""
+    assert prepare.main(["--config", "run.yaml", "--out", "out"]) == 0
+    expected = opened(train_data="out").fingerprints()
+    Path("out").rename(".out.replaced")
+    assert opened(train_data="out").fingerprints() == expected
+
+
 @pytest.mark.parametrize("name", ["out", "out/train.bin"])
 @pytest.mark.parametrize("val_data", [None, "chats.jsonl"])
 def test_token_files_of_text_are_no_records(name: str, val_data: str | None) -> None:
