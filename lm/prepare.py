@@ -21,7 +21,7 @@ import argparse
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -284,34 +284,43 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="only compare the dataset in DIR with its checksums",
     )
     args = parser.parse_intermixed_args(arguments)
-    if args.config is not None:
-        _check_arguments_with_config(parser, args)
-    elif args.verify is None:
-        _check_arguments(args)
+    problems: list[str] = []
+    if args.verify is not None:
+        problems = _find_unread(parser, args, {"verify"}, "--verify")
+    else:
+        if not args.out:
+            problems.append("--out: missing; pass the directory to write to")
+        if args.split is None and args.hf_config is not None:
+            problems.append("--hf-config: requires --split, e.g. --split train")
+        if args.config is not None:
+            read = {"input", "config", "out", "overwrite", "split", "hf_config"}
+            problems += _find_unread(parser, args, read, "--config, whose keys say it")
+        else:
+            problems += _find_problems(args)
+    if problems:
+        raise ConfigError(*problems)
     return args
 
 
-def _check_arguments_with_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _find_unread(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, read: Collection[str], option: str
+) -> list[str]:
+    """Return a line for each argument that is set but not in `read`, which `option` allows."""
     problems: list[str] = []
-    if not args.out:
-        problems.append("--out: missing; pass the directory to write to")
-    allowed = {"input", "config", "out", "overwrite", "split", "hf_config"}
     for name, value in vars(args).items():
-        if name not in allowed and value != parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
-            problems.append(f"{option}: is not read with --config, whose keys say it; remove it")
-    if problems:
-        raise ConfigError(*problems)
+        if name not in read and value not in (parser.get_default(name), []):
+            unread = "INPUT" if name == "input" else f"--{name.replace('_', '-')}"
+            problems.append(f"{unread}: is not read with {option}; remove it")
+    return problems
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
+def _find_problems(args: argparse.Namespace) -> list[str]:
+    """Return what is wrong with the arguments that name documents."""
     n_tokens = args.train_tokenizer
     fraction = args.validation_fraction
     problems: list[str] = []
     if not args.input:
         problems.append("INPUT: missing; pass files, directories or globs")
-    if not args.out:
-        problems.append("--out: missing; pass the directory to write to")
     if (args.tokenizer is None) == (n_tokens is None):
         problems.append("--tokenizer: pass either --tokenizer or --train-tokenizer")
     if n_tokens is not None and n_tokens < 257:
@@ -321,12 +330,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
         problems.append(f"--validation-fraction: {fraction:g} is not at least 0 and below 1")
     if args.split is not None and len(args.input) != 1:
         problems.append("--split: pass one INPUT, the name of a dataset")
-    if args.split is None and args.hf_config is not None:
-        problems.append("--hf-config: requires --split, e.g. --split train")
+    if args.split is not None and args.format is not None:
+        problems.append("--format: is not read with --split; remove it")
     if args.workers < 1:
         problems.append(f"--workers: {args.workers} is less than 1")
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
 def find_inputs(args: argparse.Namespace) -> list[Path]:

@@ -609,8 +609,8 @@ def test_prepare_reports_all_problems_of_the_command_line(
         0,
     )
     names = [
-        "INPUT",
         "--out",
+        "INPUT",
         "--train-tokenizer",
         "--validation-fraction",
         "--workers",
@@ -620,6 +620,10 @@ def test_prepare_reports_all_problems_of_the_command_line(
     for arguments, names in (
         ((), ["--tokenizer"]),
         (("--tokenizer", "bytes", "--train-tokenizer", 0), ["--tokenizer", "--train-tokenizer"]),
+        (("--tokenizer", "bytes", "--split", "train", "--format", "csv"), ["--format"]),
+        (("--tokenizer", "bytes", "--hf-config", "en"), ["--hf-config"]),
+        (("--config", "c", "--hf-config", "en", "--workers", 99), ["--hf-config", "--workers"]),
+        (("--verify", "o", "--overwrite"), ["INPUT", "--out", "--overwrite"]),
     ):
         errors = rejected(capsys, "a", "--out", "o", *arguments)
         assert [line.split(":")[0] for line in errors.splitlines()] == names
