@@ -623,7 +623,7 @@ def test_prepare_reports_all_problems_of_the_command_line(
         (("--tokenizer", "bytes", "--split", "train", "--format", "csv"), ["--format"]),
         (("--tokenizer", "bytes", "--hf-config", "en"), ["--hf-config"]),
         (("--config", "c", "--hf-config", "en", "--workers", 99), ["--hf-config", "--workers"]),
-        (("--verify", "o", "--overwrite"), ["INPUT", "--out", "--overwrite"]),
+        (("--verify", "o", "--overwrite"), ["--out", "--overwrite", "INPUT"]),
     ):
         errors = rejected(capsys, "a", "--out", "o", *arguments)
         assert [line.split(":")[0] for line in errors.splitlines()] == names
