@@ -67,8 +67,8 @@ def _read_start(init_from: str) -> Mapping[str, Any]:
 def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:
     """Return the smallest number of GPUs, above that of `ranks`, on which a step fits.
 
-    Up to 8, and then as complete nodes, as far as `total_batch_size` has a sequence for each; None
-    = none of them is enough.
+    Up to 8, and then as complete nodes, as far as `total_batch_size` has a micro-batch for each;
+    None = none of them is enough.
     """
     largest = MAX_GPUS
     if hp.data.total_batch_size is not None:
