@@ -18,7 +18,7 @@ from lm.transformers_config import AnyModelConfig, TransformersConfig, model_con
 ModelDefaults = Callable[[str], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
 
-A plan, which needs no tokenizer, leaves it out. Empty if it is a checkpoint, which has no defaults.
+A plan, which needs no tokenizer, leaves it out. Empty if the model is not on this disk.
 """
 
 
