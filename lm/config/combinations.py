@@ -18,6 +18,7 @@ def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
     """Raise ConfigError for keys that do not fit together."""
     problems = [
         *_find_unread(hp),
+        *_find_problems_of_float8(hp),
         *_find_problems_of_combinations(hp),
         *_find_problems_of_context(hp),
         *_find_problems_of_fields(hp),
@@ -44,15 +45,25 @@ def _find_unread(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
                 yield key, f"needs {need}{found}; set it, or remove {key}"
 
 
+def _find_problems_of_float8(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield `float8` if there are no kernels for as many tokens as a micro-batch can have."""
+    if hp.precision.float8 is None:
+        return
+    multiple = training.FLOAT8_MULTIPLE
+    for length in hp.data.row_lengths(hp.model.max_seq_len):
+        n_tokens = hp.data.batch_size * hp.parallel.own_length(length)
+        if n_tokens % multiple:
+            tokens = "batch_size x max_seq_len"
+            if not hp.data.packing:
+                tokens = f"with packing: false, batch_size x rows of {length} tokens"
+            if hp.parallel.context_parallel > 1:
+                tokens += " / context_parallel"
+            yield "float8", f"{tokens} is {n_tokens}, not a multiple of {multiple}"
+            return
+
+
 def _find_problems_of_combinations(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     """Yield keys of different parts that do not fit together, with the reason and the remedy."""
-    n_tokens = hp.data.batch_size * hp.parallel.own_length(hp.model.max_seq_len)
-    multiple = training.FLOAT8_MULTIPLE
-    if hp.precision.float8 and n_tokens % multiple:
-        tokens = "batch_size x max_seq_len"
-        if hp.parallel.context_parallel > 1:
-            tokens += " / context_parallel"
-        yield "float8", f"{tokens} is {n_tokens}, not a multiple of {multiple}"
     if hp.optim.optimizer == "muon" and hp.parallel.cpu_offload:
         problem = "muon does not update parameters in host memory (cpu_offload: true)"
         yield "optimizer", f"{problem}; use adamw, or more ranks"

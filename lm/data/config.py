@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,6 +14,8 @@ from lm.fields import Config, Fixed, Logged, Needs, Varied
 
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
+LENGTHS = 8
+"""How many lengths rows of one sample can have: each is compiled."""
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
@@ -198,6 +201,16 @@ class DataConfig(Config, frozen=True):
         if self.val_data is None:
             return {}
         return {None: self.val_data}
+
+    def row_lengths(self, seq_len: int) -> list[int]:
+        """Return the tokens that the rows of a micro-batch can have, the fewest first.
+
+        With `packing: false`, they are as few of these as its longest row needs.
+        """
+        if self.packing:
+            return [seq_len]
+        unit = math.ceil(seq_len / LENGTHS)
+        return [min(seq_len, unit * number) for number in range(1, LENGTHS + 1)]
 
 
 def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:

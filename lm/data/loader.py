@@ -27,15 +27,12 @@ _Ids = NDArray[np.int64]
 _PADDING = -1
 """document of padding, so that its positions start again"""
 
-LENGTHS = 8
-"""How many lengths micro-batches of one sample a row have: each is compiled."""
-
 
 class MicroBatch(NamedTuple):
     """Arguments of one forward pass: int64 tensors of shape (batch_size, seq_len) on the device.
 
-    With `packing: false`, their length is that of the longest row, see `LENGTHS`. With
-    `context_parallel`, inputs and targets are of this rank's part of the sequences.
+    With `packing: false`, their length is that of the longest row, see `DataConfig.row_lengths`.
+    With `context_parallel`, inputs and targets are of this rank's part of the sequences.
     """
 
     inputs: Tensor
@@ -109,6 +106,7 @@ class Loader:
         self._batch_size = config.batch_size
         self._data_workers = config.data_workers
         self._packing = config.packing
+        self._row_lengths = config.row_lengths
         self._data = data
         self._dp_rank = dp_rank
         self._dp_size = dp_size
@@ -280,16 +278,14 @@ class Loader:
         )
 
     def _needed_length(self, targets: Sequence[NDArray[np.int64]]) -> int:
-        """Return the length that holds the targets of all rows, one of `LENGTHS`.
+        """Return the shortest of `DataConfig.row_lengths` that holds the targets of all rows.
 
         What comes after a row's last target changes nothing, as attention is causal.
         """
-        seq_len = len(targets[0])
         last = 0
         for row in targets:
             last = max(last, int(np.flatnonzero(row != IGNORE_INDEX).max(initial=0)))
-        unit = math.ceil(seq_len / LENGTHS)
-        return min(seq_len, unit * (last // unit + 1))
+        return next(length for length in self._row_lengths(len(targets[0])) if length > last)
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
