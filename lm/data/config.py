@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from lm.data.record_fields import check_fields
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Varied
+from lm.units import format_count
 
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
@@ -226,7 +227,7 @@ def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
         nearest = f"{below + n_per_micro_step}"
         if below > 0:
             nearest = f"{below} or {nearest}"
-        unit = f"batch_size {config.batch_size} x {dp_size} ranks"
+        unit = f"batch_size {config.batch_size} x {format_count(dp_size, 'data-parallel rank')}"
         problem = f"{total} is not a multiple of {unit}"
         raise ConfigError(f"total_batch_size: {problem}; use {nearest}")
     return total
