@@ -4,7 +4,7 @@
     python -m lm.generate CHECKPOINT --chat [--prompt TEXT]
 
 Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed S]
-[--base DIRECTORY] [--dtype DTYPE].
+[--base DIRECTORY] [--dtype DTYPE] [--unquantized].
 
 If --prompt is -, the prompt is standard input, line breaks included. --chat answers the prompt, or
 each line of standard input, with the tokenizer's chat template: Ctrl-C ends an answer, the end of

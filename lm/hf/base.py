@@ -141,14 +141,19 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
     return directory
 
 
-def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
+def read_adapters(directory: Path, manifest: Manifest, unquantized: bool = False) -> Adapters:
     """Return the adapters in a checkpoint, in a single process.
+
+    Args:
+        unquantized: they are to be merged into their base as it is, whatever `base_dtype` is.
 
     Raises:
         CheckpointError: it is damaged.
     """
     model = model_of(directory, manifest)
     config = lora_config(directory, manifest, model)
+    if unquantized:
+        config = config.model_copy(update={"base_dtype": None})
     adapters = Adapters(config, model)
     load_weights(directory, adapters)
     return adapters
@@ -163,7 +168,7 @@ def load_merged_model(
 ) -> AnyModel:
     """Return the model of a checkpoint in a single process, with adapters merged in float32.
 
-    It is in evaluation mode.
+    Their base is as it is, whatever `base_dtype` is. The model is in evaluation mode.
 
     Args:
         base_dir: see `open_base`.
@@ -189,7 +194,7 @@ def load_merged_model(
         return model
     model.to_empty(device=device)
     weights.read_directory(opened, model)
-    adapters = read_adapters(directory, manifest)
+    adapters = read_adapters(directory, manifest, unquantized=True)
     for name, parameter in model.named_parameters():
         adapters.merge(name, parameter)
     convert_weights(model, dtype)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from lm.checkpoint.contents import verify
 from lm.checkpoint.headers import full_shape
-from lm.checkpoint.layout import lora_config, model_of
+from lm.checkpoint.layout import model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import WEIGHTS, Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import (
@@ -80,6 +80,7 @@ def export_model(
     dtype: str | None = None,
     base_dir: Path | None = None,
     adapters_only: bool = False,
+    unquantized: bool = False,
 ) -> int:
     """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
@@ -89,6 +90,7 @@ def export_model(
         base_dir: see `open_base`; of adapters alone, only its config.json is read.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
             merged.
+        unquantized: see `read_adapters`; otherwise the model is the trained one.
 
     Returns:
         Bytes of weights.
@@ -107,11 +109,8 @@ def export_model(
     if adapters_only:
         of_adapters = getattr(torch, dtype or "float32")
         return _export_adapters(out, directory, manifest, config, of_adapters, base_dir)
-    if lora_config(directory, manifest, config).base_dtype == "nf4":
-        remedy = "--adapter writes them alone, for PEFT on a base in NF4"
-        warn(f"adapters trained on an NF4 base are merged into the original one; {remedy}")
     if isinstance(config, TransformersConfig):
-        return _export_of_transformers(out, directory, manifest, dtype, base_dir)
+        return _export_of_transformers(out, directory, manifest, dtype, base_dir, unquantized)
     dtype = dtype or "float32"
     assert isinstance(config, ModelConfig)
     family = config_json.find_family(config)
@@ -133,7 +132,7 @@ def export_model(
     adapters: Adapters | None = None
     if manifest.base is not None:
         weights_dir = open_base(manifest.base, base_dir)
-        adapters = read_adapters(directory, manifest)
+        adapters = read_adapters(directory, manifest, unquantized)
     sources = find_weights(weights_dir, config)
     weights = _Weights(config, sources, adapters, places, shapes, getattr(torch, dtype))
     with writing(out), drafted(out, weights.n_bytes) as draft:
@@ -148,7 +147,12 @@ def export_model(
 
 
 def _export_of_transformers(
-    out: Path, directory: Path, manifest: Manifest, dtype: str | None, base_dir: Path | None
+    out: Path,
+    directory: Path,
+    manifest: Manifest,
+    dtype: str | None,
+    base_dir: Path | None,
+    unquantized: bool,
 ) -> int:
     """Write the directory of `init_from` again, with the weights of a checkpoint."""
     source = manifest.hyperparameters.get("init_from")
@@ -170,7 +174,8 @@ def _export_of_transformers(
 
     get_tensor: Callable[[str], Tensor] = read_tensor
     if manifest.base is not None:
-        get_tensor = _merge_adapters(class_weights.load(), read_adapters(directory, manifest))
+        adapters = read_adapters(directory, manifest, unquantized)
+        get_tensor = _merge_adapters(class_weights.load(), adapters)
     tokenizer = _load_tokenizer(directory, manifest)
     files: dict[str, bytes | None] = {}
     stop_ids: int | list[int] | None = None

@@ -180,6 +180,13 @@ def quantize_nf4(weight: Tensor) -> Tensor:
     return torch.cat([pairs, scales.view(torch.uint8)], dim=-1)
 
 
+def round_to_nf4(weight: Tensor) -> None:
+    """Give weights `(..., rows, in)` the values that they have in NF4, in place."""
+    for rows in weight.split(64, dim=-2):  # little next to a weight
+        packed = quantize_nf4(rows).flatten(0, -2)
+        rows.copy_(NF4.dequantize(packed, rows.dtype).view_as(rows))
+
+
 # ---- linear layers, in NF4
 
 

@@ -201,6 +201,12 @@ class Adapters(dict[str, Tensor]):
         for name, tensor in trained_parameters(adapted).items():
             self[name] = torch.empty(tensor.shape)
         self.config = config
+        self._in_nf4: set[str] = set()
+        """names of weights of the base"""
+        if config.base_dtype == "nf4":
+            for name, parameter in adapted.named_parameters(remove_duplicate=False):
+                if parameter.dtype == torch.uint8:
+                    self._in_nf4.add(name)
         self._transposed: set[str] = set()
         """names of tensors of experts that are `(E, in, out)`"""
         for path, module in adapted.named_modules():
@@ -209,7 +215,13 @@ class Adapters(dict[str, Tensor]):
                     self._transposed.add(f"{path}.{matrix.name}")
 
     def merge(self, name: str, weight: Tensor) -> None:
-        """Add what the adapter of the base weight `name`, if any, contributes, in place."""
+        """Give the base weight `name` the values that training computes with, in place.
+
+        They are those in `base_dtype`, plus what the adapter of the weight, if any, contributes.
+        Weights in MXFP4 are read with the values that they have in it.
+        """
+        if name in self._in_nf4:
+            four_bits.round_to_nf4(weight)
         parent, _, leaf = name.rpartition(".")
         a = self.get(f"{parent}.lora_A.{leaf}")
         b = self.get(f"{parent}.lora_B.{leaf}")

@@ -364,7 +364,7 @@ def test_nf4_run_resumes_exactly_and_only_on_nf4(
 
 def dense_model(bases: dict[str, Path], checkpoint: Path, is_quantized: bool) -> AnyModel:
     """The model of a checkpoint in a plain loop: a base, quantized or not, plus B A."""
-    adapters = hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
+    adapters = hf_base.read_adapters(checkpoint, read_manifest(checkpoint), unquantized=True)
     config = weights.read_structure(bases["llama"])
     model = weights.load_model(bases["llama"], config, torch.device("cpu"), torch.float32)
     for name, parameter in model.named_parameters():
@@ -421,18 +421,24 @@ def test_evaluation_on_nf4_is_that_of_the_run(
 
 
 @pytest.mark.slow
-def test_export_merges_into_the_original_base_and_says_so(
-    bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_export_computes_what_commands_do(
+    bases: dict[str, Path], trained: Path, tmp_path: Path
 ) -> None:
     run = str(trained / "runs" / "test")
-    assert hf_main.main(["export", run, str(tmp_path / "merged")]) == 0
-    assert "adapters trained on an NF4 base" in capsys.readouterr().err
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    checkpoint = checkpoints_by_step(trained)[6]
     tokens = torch.arange(20)[None]
-    expected = dense_model(bases, checkpoints_by_step(trained)[6], is_quantized=False)(tokens)
-    torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-5, rtol=0)
+    for option in ([], ["--unquantized"]):
+        out = tmp_path / f"merged{len(option)}"
+        assert hf_main.main(["export", run, str(out), "--dtype", "float32", *option]) == 0
+        exported = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        of_run, _ = hf_base.load_model(checkpoint, torch.device("cpu"), unquantized=bool(option))
+        with torch.no_grad():
+            logits = exported(tokens).logits
+            bound = 1e-6 * logits.abs().max().item()
+            torch.testing.assert_close(logits, of_run(tokens), atol=bound, rtol=0)
+            expected = dense_model(bases, checkpoint, is_quantized=not option)(tokens)
+        torch.testing.assert_close(logits, expected, atol=bound, rtol=0)
     assert hf_main.main(["export", run, str(tmp_path / "adapter"), "--adapter"]) == 0
-    assert "merged" not in capsys.readouterr().err
     adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(adapters) == 4 * 7 * 2
 

@@ -33,7 +33,7 @@ from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights
-from lm.hf.base import find_base, load_model
+from lm.hf.base import find_base, load_model, load_trained_model
 from lm.hf.files import list_weight_files
 from lm.prepare import main as prepare
 from lm.presets import PRESETS
@@ -307,11 +307,13 @@ def test_export_states_the_positions_that_the_model_was_made_for(
     assert load(exported_of(ours, tmp_path)).config.max_position_embeddings == 64
 
 
-def test_exported_adapters_are_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base_dtype", [None, "nf4"])
+def test_exported_adapters_are_merged(base_dtype: str | None, tmp_path: Path) -> None:
     """PEFT cannot load their base, which is a checkpoint."""
-    ours = make_ours(MODELS["llama, attention biases"])
+    ours = make_ours(MODELS["llama, attention biases"] | {"d_model": 64})
     source = save_checkpoint(ours, tmp_path)
-    adapters = lora.LoraConfig.model_validate({"lora_rank": 3, "lora_alpha": 5.0})
+    values = {"lora_rank": 3, "lora_alpha": 5.0, "base_dtype": base_dtype}
+    adapters = lora.LoraConfig.model_validate(values)
     adapted = lora.add_adapters(copy.deepcopy(ours), adapters, None)
     for adapter in lora.trained_parameters(adapted).values():
         adapter.normal_(std=0.2)
@@ -323,7 +325,8 @@ def test_exported_adapters_are_merged(tmp_path: Path) -> None:
     export.export_model(saved, tmp_path / "merged")
     inputs = TOKENS[:, :-1]
     merged = load(tmp_path / "merged")(inputs).logits
-    torch.testing.assert_close(adapted(inputs), merged, atol=2e-5, rtol=0)
+    of_run = load_trained_model(saved, torch.device("cpu"))
+    torch.testing.assert_close(of_run(inputs), merged, atol=2e-5, rtol=0)
     assert (merged - ours(inputs)).abs().max() > 0.1
     with pytest.raises(ConfigError, match=r"^--adapter: .*leave it out"):
         export.export_model(saved, tmp_path / "adapter", adapters_only=True)

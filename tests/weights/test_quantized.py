@@ -327,6 +327,7 @@ def test_a_run_on_a_quantized_folder_is_one_on_its_weights(
     run = RUN | {"base_dtype": base_dtype, "lora_targets": "all"}
     is_kept = base_dtype == "mxfp4"
     losses: list[list[float]] = []
+    tokens = torch.arange(16)[None]
     for base in (source, dense):
         folder = tmp_path / f"of {base.name}"
         config = run | {"init_from": str(base)}
@@ -338,17 +339,22 @@ def test_a_run_on_a_quantized_folder_is_one_on_its_weights(
         losses.append([report["loss"] for report in reports.values()])
         checkpoint = checkpoints_by_step(folder)[3]
         assert checkpoint_command(["verify", str(checkpoint)]) == 0
-        load_trained_model(checkpoint, torch.device("cpu"))
+        of_run = load_trained_model(checkpoint, torch.device("cpu"))
         export_model(checkpoint, tmp_path / f"{base.name} trained", "float32")
+        exported = load_with_transformers(tmp_path / f"{base.name} trained", torch.float32)
+        with torch.no_grad():
+            logits = exported(tokens).logits
+            bound = 1e-6 * logits.abs().max().item()
+            torch.testing.assert_close(logits, of_run(tokens), atol=bound, rtol=0)
         export_model(checkpoint, tmp_path / f"{base.name} adapter", adapters_only=True)
     # Their products are computed in another order.
     allowed = 1e-6 if is_kept else 0
     assert losses[0] == pytest.approx(losses[1], rel=allowed, abs=0)
     for kind in ("trained", "adapter"):
-        exported = load_all(tmp_path / f"{source.name} {kind}")
-        assert exported.keys() == load_all(tmp_path / f"{dense.name} {kind}").keys()
+        of_source = load_all(tmp_path / f"{source.name} {kind}")
+        assert of_source.keys() == load_all(tmp_path / f"{dense.name} {kind}").keys()
         for name, tensor in load_all(tmp_path / f"{dense.name} {kind}").items():
-            torch.testing.assert_close(exported[name], tensor, atol=100 * allowed, rtol=0)
+            torch.testing.assert_close(of_source[name], tensor, atol=100 * allowed, rtol=0)
     resumed = run | {"init_from": str(source), "max_steps": 4}
     done = run_fsdp(tmp_path / "of source", ranks=2, config=resumed, code=0)
     assert "resumed" in done.stdout
