@@ -108,10 +108,13 @@ class RunDir:
         """Remove what `lock` has created if this process holds the lock, and no run has started."""
         if not holds(self._lock) or self.config.exists():
             return
-        with suppress(OSError):  # other files are there
+        with suppress(OSError, ConfigError):  # other files are there, or a damaged state
             for path in self._subdirectories:
                 path.rmdir()
-            (self.path / STATE).unlink(missing_ok=True)  # of a start whose weights were not loaded
+            start = read_state([Directory(self.path)]).resumed_from
+            if start is None or not Path(start).is_relative_to(self.path.absolute()):
+                # Of a start whose weights were not loaded. Else it alone says where they are now.
+                (self.path / STATE).unlink(missing_ok=True)
             if [*self.path.iterdir()] == [self._lock]:
                 self._lock.unlink()
                 os.removedirs(self.path)  # with `RUNS`, if it is empty now

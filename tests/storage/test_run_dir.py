@@ -267,6 +267,21 @@ def test_directory_of_a_run_that_has_started_stays() -> None:
     assert run_dir.checkpoints.is_dir()
 
 
+def test_failed_start_remembers_where_its_checkpoint_was_moved() -> None:
+    """E.g. on a disk that is full when config.yaml is written."""
+    run_dir = RunDir("moved")
+    in_world(run_dir.lock)
+    checkpoint = run_dir.checkpoints.absolute() / "uuid"
+    checkpoint.mkdir()
+    (checkpoint / "file").touch()
+    store = LocalCheckpoints(run_dir.checkpoints)
+    store.record_start(RunState(resumed_from=str(checkpoint)), fresh=True)
+    run_dir.remove_unused()
+    start = store.read_state().resumed_from
+    assert start is not None
+    assert Path(start, "file").exists()
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o2777])
 def test_mount_writable_by_all_is_one_warning(
     mode: int, capsys: pytest.CaptureFixture[str]
