@@ -303,13 +303,10 @@ def read_directory(directory: Path, model: AnyModel) -> None:
         ConfigError: see `open_weights`, or the directory holds another model.
         RunError: a file is damaged, or holds inf or NaN.
     """
-    if (directory / MANIFEST).exists():
+    if isinstance(model, TransformersModel) and not (directory / MANIFEST).exists():
+        open_weights(directory).read(model.network)
+    else:
         _read_checkpoint(directory, model)
-        return
-    if not isinstance(model, TransformersModel):
-        problem = "has weights of a class of transformers, and the adapters are of model.py"
-        raise ConfigError(f"{directory}: {problem}; train them again with init_from: {directory}")
-    open_weights(directory).read(model.network)
 
 
 @torch.no_grad()
@@ -339,9 +336,13 @@ def find_weights(directory: Path, config: AnyModelConfig) -> dict[str, Source]:
     """Return where each parameter of the model is in the checkpoint in `directory`.
 
     Raises:
-        ConfigError: it is one of another model; lists every difference.
+        ConfigError: it is one of another model (lists every difference), or a directory of
+            Hugging Face.
         RunError: a file is damaged.
     """
+    if not (directory / MANIFEST).exists():
+        problem = "has weights of a class of transformers, and the adapters are of model.py"
+        raise ConfigError(f"{directory}: {problem}; train them again with init_from: {directory}")
     manifest = read_manifest(directory)
     require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):

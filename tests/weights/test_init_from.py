@@ -195,6 +195,8 @@ def test_checkpoints_of_model_py_do_not_mix_with_classes(sources: dict[str, Path
             require_same_structure(saved, now)
     with pytest.raises(ConfigError, match=f"{sources['llama']}: .*train them again"):
         weights.read_directory(sources["llama"], Transformer(ours))
+    with pytest.raises(ConfigError, match=f"{sources['llama']}: .*train them again"):
+        weights.find_weights(sources["llama"], ours)  # as an export does
 
 
 def test_init_from_warns_of_positions_the_model_lacks(
