@@ -477,18 +477,24 @@ def test_stream_run_resumes_bit_for_bit(tmp_path: Path) -> None:
         "total_batch_size": 4,
     }
     config = TINY | data | {"report_rate": 1, "keep_checkpoints": None, "data_workers": 1}
-    for folder, *lengths in (("straight", 6), ("parts", 3, 6)):
+    config |= {"amp_dtype": None}
+    for folder, *lengths in (("straight", 9), ("parts", 3, 6)):
         for steps in lengths:
-            done = run_fsdp(tmp_path / folder, f"max_steps={steps}", config=config, code=0)
+            run_fsdp(tmp_path / folder, f"max_steps={steps}", config=config, code=0)
+    # Ranks with parts of the same sequences read the same stream.
+    divided = ("max_steps=9", "context_parallel=2")
+    done = run_fsdp(tmp_path / "parts", *divided, ranks=2, config=config, code=0)
+    assert "over all ranks in the checkpoint" not in done.stdout
     straight, parts = (
         [line["loss"] for line in read_reports(tmp_path / name).values()]
         for name in ("straight", "parts")
     )
-    assert len(straight) == 6
-    assert parts == straight
-    done = run_fsdp(tmp_path / "parts", "max_steps=8", ranks=2, config=config, code=0)
+    assert len(straight) == 9
+    assert parts[:6] == straight[:6]
+    assert parts == pytest.approx(straight, rel=1e-5)
+    done = run_fsdp(tmp_path / "parts", "max_steps=10", ranks=2, config=config, code=0)
     assert "data_workers: 1 over all ranks in the checkpoint, 2 now" in done.stdout
     manifest = json.loads(
-        (checkpoints_by_step(tmp_path / "parts")[8] / "manifest.json").read_text()
+        (checkpoints_by_step(tmp_path / "parts")[10] / "manifest.json").read_text()
     )
     assert [len(state["streams"]) for state in manifest["dataset_state"]] == [1, 1]

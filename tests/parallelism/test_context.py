@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
+from lm.checkpoint.contents import load_weights
 from lm.config.reading import read_hyperparameters
 from lm.data.loader import Loader, MicroBatch
 from lm.data.run_data import open_data
@@ -21,10 +22,11 @@ from lm.objectives.dpo import DPO
 from lm.objectives.objective import NextToken
 from lm.runtime.world import World
 from lm.training import parallelize
+from model import Transformer
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.parallelism import PARITY_RUN
 from tests.support.ranks import run_ranks
-from tests.support.runs import read_reports, run_fsdp
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.support.step_counts import OperatorCounts
 
 BASE = PARITY_RUN | LLAMA_STYLE | {"max_seq_len": 64, "batch_size": 1, "total_batch_size": 8}
@@ -190,6 +192,14 @@ def test_replies_that_are_divided_have_the_loss_and_gradients_of_complete_ones(
 RUN = BASE | ANSWERS | {"sliding_window": 9, "max_steps": 20, "validation_rate": 10}
 
 
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights after the last step of the run in `folder`."""
+    hp = read_hyperparameters({"hyperparameters": RUN}, [], "test")
+    found = Transformer(hp.own_model).state_dict()
+    load_weights(checkpoints_by_step(folder)[RUN["max_steps"]], found)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_resumes_with_divided_sequences_and_trains_as_with_complete_ones(
@@ -208,6 +218,10 @@ def test_a_run_resumes_with_divided_sequences_and_trains_as_with_complete_ones(
         for step, report in expected.items():
             for metric in {"loss", "grad_norm", "perplexity", "bits_per_byte"} & report.keys():
                 assert found[step][metric] == pytest.approx(report[metric], rel=1e-5)
+    expected_weights = read_weights(tmp_path / "complete")
+    found_weights = read_weights(tmp_path / "divided")
+    for name, weight in expected_weights.items():
+        assert (found_weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
 def test_sequences_of_too_few_tokens_are_refused() -> None:
