@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp import build_model
 from lm import delta_rule
-from lm.attention import SequencePart
 from lm.config.hyperparameters import Hyperparameters
 from lm.context import ContextGroup, new_context_group
 from lm.data.loader import MicroBatch, PairBatch
@@ -371,18 +370,11 @@ def _step(
     """Take a step as `Trainer` does."""
     _watch_backward(model, live)
     scaler = precision.LossScaler(ranks.dtype, torch.device("cpu"))
-    own_length = hp.parallel.own_length(hp.model.max_seq_len)
-    tokens = torch.zeros(hp.data.batch_size, own_length, dtype=torch.int64)
-    document_ids: Tensor | None = None
-    part: SequencePart | None = None
-    if context_group.size > 1:
-        document_ids = tokens.repeat(1, context_group.size)
-        part = context_group.part(tokens)
+    micro_batch: MicroBatch | PairBatch = new_micro_batch(hp, context_group)
     objective: Objective = NextToken()
-    micro_batch: MicroBatch | PairBatch = MicroBatch(tokens, tokens, document_ids, part)
     if hp.objective.of_pairs:
-        objective = DPO(hp.objective, 2, tokens.device)
-        micro_batch = _pair_of(tokens)._replace(document_ids=document_ids, part=part)
+        objective = DPO(hp.objective, 2, micro_batch.inputs.device)
+        micro_batch = _pair_of(micro_batch)
     for number in range(n_micro_batches):
         is_last = number == n_micro_batches - 1
         parallelize.start_micro_step(model, hp.parallel, is_last)
@@ -397,13 +389,31 @@ def _step(
     optimizer.step(1e-3, optimizer.clipping_divisor(norm, scaler.scale), nonfinite)
 
 
-def _pair_of(tokens: Tensor) -> PairBatch:
-    """Return a pair of replies that fill `tokens`, all of them targets."""
+def new_micro_batch(hp: Hyperparameters, context_group: ContextGroup) -> MicroBatch:
+    """Return sequences of which all tokens are targets, or this rank's part of them."""
+    own_length = hp.parallel.own_length(hp.model.max_seq_len)
+    tokens = torch.zeros(hp.data.batch_size, own_length, dtype=torch.int64)
+    if context_group.size == 1:
+        return MicroBatch(tokens, tokens)
+    document_ids = tokens.repeat(1, context_group.size)
+    return MicroBatch(tokens, tokens, document_ids, context_group.part(tokens))
+
+
+def _pair_of(sequences: MicroBatch) -> PairBatch:
+    """Return a pair of replies that fill `sequences`, all of their tokens targets."""
+    tokens = sequences.inputs
     numbers = torch.arange(tokens.numel())
     half = tokens.numel() // 2
     lengths = [half, tokens.numel() - half]
     return PairBatch(
-        tokens, None, numbers, tokens.flatten(), lengths, torch.tensor(lengths), torch.arange(2)
+        tokens,
+        sequences.document_ids,
+        numbers,
+        tokens.flatten(),
+        lengths,
+        torch.tensor(lengths),
+        torch.arange(2),
+        sequences.part,
     )
 
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp import build_model
 from lm.config.hyperparameters import Hyperparameters
-from lm.data.loader import MicroBatch
+from lm.context import new_context_group
 from lm.errors import ConfigError
 from lm.hf.small_config import small_configs
 from lm.memory import USABLE, MemoryCheck, Ranks, count_copied_bytes, count_state
@@ -40,8 +40,8 @@ from tests.support.hyperparameters import OF_TRANSFORMERS, TINY
 from tests.support.runs import run_fsdp
 
 
-def track_backward(hp: Hyperparameters, ranks: Ranks) -> int:
-    """Return the peak of forward and backward by PyTorch's tracker, with the optimizer's moments.
+def track_backward(hp: Hyperparameters, ranks: Ranks) -> dict[str, int]:
+    """Return the parts of the peak of forward and backward by PyTorch's tracker.
 
     It would count the global shapes of DTensors in the optimizer's step.
     """
@@ -52,19 +52,20 @@ def track_backward(hp: Hyperparameters, ranks: Ranks) -> int:
     dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
     try:
         mesh = make_mesh("cpu", shape)
+        context_group = new_context_group(hp.parallel.context_parallel, 0, ranks.size)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build_model(hp, mesh, ranks.dtype)
             scale = precision.LossScaler(ranks.dtype, torch.device("cpu")).scale
-            tokens = torch.zeros(hp.data.batch_size, hp.model.max_seq_len, dtype=torch.int64)
+            sequences = step.new_micro_batch(hp, context_group)
             with FSDPMemTracker(model) as tracker:
                 for micro_batch in range(n_micro_batches):
                     is_last = micro_batch == n_micro_batches - 1
                     parallelize.start_micro_step(model, hp.parallel, is_last)
-                    loss = NextToken().losses(model, MicroBatch(tokens, tokens)).minimized_sum
+                    loss = NextToken().losses(model, sequences).minimized_sum
                     (loss * scale).backward()
                     del loss
         (parts,) = tracker.get_tracker_snapshot("peak").values()
-        return parts["Total"] + count_state(hp, ranks.dtype).moments // shape.shard
+        return {str(part).rpartition(".")[2]: n_bytes for part, n_bytes in parts.items()}
     finally:
         dist.destroy_process_group()
 
@@ -168,8 +169,28 @@ def assert_memory_is_that_of_pytorchs_tracker(
     ranks = Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cpu", 8, 4, 80 * GIB)
     peaks = dict(step.take_step(hp, ranks))
     del peaks[step.OPTIMIZER]
-    peak = step.device_bytes(peaks[step.find_peak(peaks)])
-    assert peak == pytest.approx(track_backward(hp, ranks), rel=0.02)
+    memory = peaks[step.find_peak(peaks)]
+    tracked = track_backward(hp, ranks)["Total"] + memory[step.MOMENTS]
+    assert step.device_bytes(memory) == pytest.approx(tracked, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_two_ranks_that_divide_sequences_have_half_of_the_activations(mode: str) -> None:
+    keys = LLAMA | {"n_kv_heads": 2, "max_seq_len": 2048, "activation_checkpointing": mode}
+    keys |= {"amp_dtype": "bfloat16", "compile": False}
+    ranks = Ranks(torch.bfloat16, "cpu", 8, 8, 80 * GIB)
+    tracked: list[int] = []
+    for context_parallel in (1, 2):
+        hp = Hyperparameters.from_flat(keys | {"context_parallel": context_parallel})
+        parts = track_backward(hp, ranks)
+        tracked.append(parts["ACT"] + parts["TEMP"])
+        peaks = dict(step.take_step(hp, ranks))
+        del peaks[step.OPTIMIZER]
+        planned = peaks[step.find_peak(peaks)][step.ACTIVATIONS]
+        assert planned == pytest.approx(tracked[-1], rel=0.05)
+    complete, divided = tracked
+    assert divided <= 0.55 * complete
 
 
 @pytest.mark.slow
