@@ -23,6 +23,7 @@ from lm.objectives.objective import NextToken
 from lm.runtime.world import World
 from lm.training import parallelize
 from model import Transformer
+from tests.support.hf import save_model
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.parallelism import PARITY_RUN
 from tests.support.ranks import run_ranks
@@ -211,17 +212,44 @@ def test_a_run_resumes_with_divided_sequences_and_trains_as_with_complete_ones(
     n_ranks, n_of_a_sequence = SHAPES[shape]
     divided = run | {"context_parallel": n_of_a_sequence}
     run_fsdp(tmp_path / "divided", ranks=n_ranks, config=divided, code=0)
-    for group in ("training", "validation"):
-        expected = read_reports(tmp_path / "complete", group)
-        found = read_reports(tmp_path / "divided", group)
-        assert found.keys() == expected.keys()
-        for step, report in expected.items():
-            for metric in {"loss", "grad_norm", "perplexity", "bits_per_byte"} & report.keys():
-                assert found[step][metric] == pytest.approx(report[metric], rel=1e-5)
+    compare_reports(tmp_path / "divided", tmp_path / "complete")
     expected_weights = read_weights(tmp_path / "complete")
     found_weights = read_weights(tmp_path / "divided")
     for name, weight in expected_weights.items():
         assert (found_weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+@pytest.mark.slow
+def test_a_class_of_transformers_trains_with_divided_sequences_as_with_complete_ones(
+    folder: str, tmp_path: Path
+) -> None:
+    save_model("gpt_oss", tmp_path / "model")  # with windows and sinks
+    run = {
+        "init_from": str(tmp_path / "model"),
+        "dataset": "jsonl",
+        "train_data": f"{folder}/answers.jsonl",
+        "max_seq_len": 50,
+        "batch_size": 1,
+        "total_batch_size": 4,
+        "max_steps": 4,
+        "report_rate": 1,
+        "amp_dtype": None,
+        "compile": False,
+        "num_tokens": 0,
+    }
+    run_fsdp(tmp_path / "complete", config=run, code=0)
+    run_fsdp(tmp_path / "divided", ranks=2, config=run | {"context_parallel": 2}, code=0)
+    compare_reports(tmp_path / "divided", tmp_path / "complete")
+
+
+def compare_reports(divided: Path, complete: Path) -> None:
+    for group in ("training", "validation"):
+        expected = read_reports(complete, group)
+        found = read_reports(divided, group)
+        assert found.keys() == expected.keys()
+        for step, report in expected.items():
+            for metric in {"loss", "grad_norm", "perplexity", "bits_per_byte"} & report.keys():
+                assert found[step][metric] == pytest.approx(report[metric], rel=1e-5)
 
 
 def test_sequences_of_too_few_tokens_are_refused() -> None:
