@@ -54,6 +54,7 @@ OF_TRANSFORMERS = TransformersConfig(
     n_parameters=1,
     linear_layers=[],
     experts=[],
+    quantized_as=None,
 )
 """A model of transformers that is described, and of no class."""
 

@@ -277,11 +277,12 @@ def test_unused_tensors_are_named_and_left_out(tmp_path: Path) -> None:
     tensors |= {"mtp.fc.weight": torch.ones(2, 3), "speech.norm.weight": torch.ones(2)}
     save_tensors(tmp_path / "source", tensors)
     opened = open_weights(tmp_path / "source")
-    parts, unused = opened.notes()
+    network = read_network(opened)
+    parts, unused = opened.notes(network)
     assert parts.startswith(f"{len(opened.other_parts)} tensors of its other parts are not trained")
     assert parts.endswith(": model.visual")
     assert unused.endswith(": mtp.fc.weight, speech.norm.weight")
-    export_directory(opened, get_from(read_network(opened)), tmp_path / "out")
+    export_directory(opened, get_from(network), tmp_path / "out")
     left_out = contents(tmp_path / "source").keys() - contents(tmp_path / "out").keys()
     assert left_out == {"mtp.fc.weight", "speech.norm.weight"}
 
