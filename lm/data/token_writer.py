@@ -246,7 +246,7 @@ def write_splits(
             raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
         for name, written in zip(splits, progress.written, strict=True):
             if written.documents == 0:
-                problem = f"{format_count(n_documents, 'document')} leave none for {name}"
+                problem = f"none of {format_count(n_documents, 'document')} is for {name}"
                 separate = "name other data for validation (val_data), or another fraction"
                 remedy = f"add data, {separate} (--validation-fraction)"
                 raise ConfigError(f"{name_files(files)}: {problem}; {remedy}")

@@ -633,7 +633,7 @@ def test_prepare_reports_all_problems_of_the_command_line(
     ("files", "options", "error"),
     [
         ({"a.txt": "", "b.jsonl": '\n{"text": ""}\n'}, (), "{0}/a.txt and 1 other"),
-        ({"a.txt": "to be"}, ("--validation-fraction", 1e-9), "{0}/a.txt: 1 document leave none"),
+        ({"a.txt": "to be"}, ("--validation-fraction", 1e-9), "{0}/a.txt: none of 1 document"),
         (
             {"a.txt": "to be"}
             | dict.fromkeys(("b.jsonl", "c.jsonl"), JSONL.decode() * 9 + '{"text": 4}'),
