@@ -452,7 +452,7 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
 
     checkpoint = checkpoints_by_step(tmp_path)[8]
     export.export_model(checkpoint, tmp_path / "adapter", adapters_only=True)
-    export.export_model(checkpoint, tmp_path / "merged")
+    export.export_model(checkpoint, tmp_path / "merged", unquantized=True)
     loaded = peft.PeftModel.from_pretrained(load_reference(folder), str(tmp_path / "adapter"))
     tokens = torch.arange(24)[None]
     with torch.no_grad():
