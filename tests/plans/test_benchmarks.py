@@ -204,8 +204,8 @@ def test_sharding_peak_is_the_planned_one(sharded: list[Sharded]) -> None:
 INSTALLED = """
 torch torchgen functorch torchao triton numpy sympy mpmath networkx jinja2 markupsafe fsspec
 setuptools pydantic pydantic_core annotated_types typing_extensions typing_inspection google_crc32c
-determined ruamel appdirs requests urllib3 idna certifi charset_normalizer psutil pynvml filelock
-pytest _pytest py pluggy iniconfig packaging pygments
+determined ruamel appdirs safetensors requests urllib3 idna certifi charset_normalizer psutil pynvml
+filelock pytest _pytest py pluggy iniconfig packaging pygments
 """
 """What is installed to measure a GPU: the packages of docs/performance.md and what they import."""
 
