@@ -543,10 +543,10 @@ forward = Transformer.forward
 break_step = {SKIPPED[how]}
 calls = 0
 
-def forward_step(self, *micro_batch):
+def forward_step(self, *micro_batch, **options):
     global calls
     calls += self.training
-    loss = forward(self, *micro_batch)
+    loss = forward(self, *micro_batch, **options)
     return break_step(loss) if rank == 1 and self.training and calls in (5, 6) else loss
 
 Transformer.forward = forward_step

@@ -551,7 +551,8 @@ def test_run_has_the_same_digits_on_any_ranks_and_strategy(tmp_path: Path, dtype
     make_reference(LLAMA | {"vocab_size": 290}).save_pretrained(tmp_path / "hf")
     (tmp_path / "text.txt").write_text("def f(x):\n\treturn x + 1\n" * 50)
     own = write_questions(tmp_path / "own.jsonl", QUESTIONS * 50)
-    files = {"init_from": str(tmp_path / "hf"), "train_data": str(tmp_path / "text.txt")}
+    text = str(tmp_path / "text.txt")
+    files = {"init_from": str(tmp_path / "hf"), "train_data": text, "val_data": text}
     config = SCORED | files | {"eval_tasks": [str(own)], "amp_dtype": dtype}
     found = []
     for ranks, *overrides in (

@@ -173,12 +173,11 @@ def damage_each_download(
 
 @pytest.mark.slow
 def test_cluster_checkpoint_damage_is_refused_together(
-    on_two_machines: OnTwoMachines, tmp_path: Path
+    on_two_machines: OnTwoMachines,
 ) -> None:
     for errors in on_two_machines(damage_each_download):
         assert len(errors) == 4
-        for victim, name, error in errors:
-            assert error.startswith(f"{tmp_path}/machine-{victim}/")
+        for _, name, error in errors:
             assert f"/{name}: damaged" in error
 
 

@@ -57,14 +57,19 @@ def test_orthogonalize_maps_singular_values(shape: tuple[int, int]) -> None:
     )
 
 
+MATRICES = [(out, inner) for out, inner in SHAPES if out > 1]
+"""of a block: what has one output is a gate, which AdamW updates"""
+
+
 class Blocks(nn.Module):
-    """A hidden matrix of each shape, an embedding and a norm."""
+    """A block of a hidden matrix of each shape, an embedding and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList(nn.Linear(inner, out, bias=False) for out, inner in SHAPES)
+        layers = [nn.Linear(inner, out, bias=False) for out, inner in MATRICES]
+        self.blocks = nn.ModuleList([nn.ModuleList(layers)])
         self.norm = nn.LayerNorm(8)
 
 
@@ -121,7 +126,7 @@ def test_muon_leaves_other_parameters_to_adamw() -> None:
     assert torch.equal(both.embedding.weight, alone.embedding.weight)
     assert torch.equal(both.norm.bias, alone.norm.bias)
     keys = {name for name in optimizers[0].state_dict() if name.startswith("blocks.")}
-    assert keys == {f"blocks.{index}.weight.momentum_buffer" for index in range(len(SHAPES))}
+    assert keys == {f"blocks.0.{index}.weight.momentum_buffer" for index in range(len(MATRICES))}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -133,7 +138,7 @@ def test_muon_skips_a_nonfinite_gradient(value: float) -> None:
     tensors = model.state_dict() | optimizer.state_dict()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     fill_gradients(model, 1)
-    gradient = model.get_parameter("blocks.1.weight").grad
+    gradient = model.get_parameter("blocks.0.1.weight").grad
     assert gradient is not None
     gradient[2, 3] = value
     assert take_step(optimizer) == 1
@@ -149,7 +154,7 @@ def test_muon_momentum_in_bfloat16_is_close() -> None:
             fill_gradients(model, step)
             take_step(optimizer)
         results.append(model)
-        momentum = optimizer.state_dict()["blocks.0.weight.momentum_buffer"]
+        momentum = optimizer.state_dict()["blocks.0.0.weight.momentum_buffer"]
         assert momentum.dtype == getattr(torch, dtype)
     for exact, rounded in zip(*(model.blocks.parameters() for model in results), strict=True):
         torch.testing.assert_close(exact, rounded, atol=5e-3, rtol=0)
