@@ -344,6 +344,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is damaged, as was found now or in the block.
         """
+        is_downloaded = is_url(location.where)
         with self.store.open(location, self.world, parts) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
             if any(seen) and not all(seen):
@@ -355,13 +356,13 @@ class Checkpointer:
                     manifest = read_manifest(path)
                 launch = self.world.launch
                 share, n_shares = launch.rank, launch.world_size
-                if is_url(location.where) or not self.store.writes_in_place:
+                if is_downloaded or not self.store.writes_in_place:
                     # Every machine has its own copy.
                     share, n_shares = launch.local_rank, launch.local_size
                 yield SavedState(path, manifest, self.world, share, n_shares)
             except CheckpointError as error:
                 self._damaged.add(path.name)
-                if path == location.path:
+                if not is_downloaded:
                     raise
                 copy = rf"[^\s=]*/{re.escape(path.name)}"  # on any machine
                 problems = [re.sub(copy, str(location), problem) for problem in error.problems]

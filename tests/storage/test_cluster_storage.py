@@ -173,11 +173,12 @@ def damage_each_download(
 
 @pytest.mark.slow
 def test_cluster_checkpoint_damage_is_refused_together(
-    on_two_machines: OnTwoMachines,
+    on_two_machines: OnTwoMachines, tmp_path: Path
 ) -> None:
     for errors in on_two_machines(damage_each_download):
         assert len(errors) == 4
-        for _, name, error in errors:
+        for victim, name, error in errors:
+            assert error.startswith(f"{tmp_path}/machine-{victim}/")
             assert f"/{name}: damaged" in error
 
 
