@@ -48,7 +48,7 @@ DRAFT = f"{MANIFEST}.draft"
 """File in a folder at its place that is not complete yet: it becomes the manifest."""
 IDLE_SECONDS = 86400.0
 """After so long without a write, a draft of another machine is one of a killed process."""
-_IDLE_SECONDS = 600.0
+CONTINUED_IDLE_SECONDS = 600.0
 """the same, of one that is written to all the time, as it can be continued"""
 _MADE_FROM = ".made_from.json"
 """in a draft that can be continued"""
@@ -143,7 +143,7 @@ def _settle(path: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
     for draft in path.parent.glob(f".{glob.escape(path.name)}.draft-*"):
         is_continued = (draft / _MADE_FROM).exists()
-        seconds = _IDLE_SECONDS if is_continued else IDLE_SECONDS
+        seconds = CONTINUED_IDLE_SECONDS if is_continued else IDLE_SECONDS
         if f".draft-{_HOST}-" not in draft.name and not _is_idle(draft, seconds):
             continue
         if is_continued and not unfinished.exists():
