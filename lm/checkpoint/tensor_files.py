@@ -147,14 +147,10 @@ def torch_dtype(piece: TensorSlice) -> torch.dtype:
 
 
 class Source(NamedTuple):
-    """Where the values of a tensor come from: the rows from `start` on of a stored tensor.
-
-    If `transposed`, they are the columns from `start` on, which become rows.
-    """
+    """Where the values of a tensor come from: the rows from `start` on of a stored tensor."""
 
     slices: Sequence[TensorSlice]
     start: int = 0
-    transposed: bool = False
 
 
 @torch.no_grad()
@@ -168,11 +164,6 @@ def read_into(tensor: Tensor, source: Source) -> None:
     if local.numel() == 0:
         return
     first_row = source.start + start
-    columns = slice(None)
-    if source.transposed:  # a rank's rows are columns of all stored rows
-        columns = slice(first_row, first_row + len(local))
-        local = local.T
-        first_row = 0
     if local.dim() == 0:
         local = local.view(1)
     end_row = first_row + len(local)
@@ -182,7 +173,7 @@ def read_into(tensor: Tensor, source: Source) -> None:
         if first >= end:
             continue
         target = local[first - first_row : end - first_row]
-        is_direct = _is_stored_alike(target, piece) and not source.transposed
+        is_direct = _is_stored_alike(target, piece)
         place = target if is_direct else None
         for values in _read_rows(piece, first - piece.start, end - piece.start, place):
             if values.dtype == torch.float64:
@@ -190,8 +181,6 @@ def read_into(tensor: Tensor, source: Source) -> None:
             require_finite(values, piece.path)
             if is_direct:
                 continue
-            if source.transposed:
-                values = values[:, columns]
             target[: len(values)].copy_(values)
             target = target[len(values) :]
 
