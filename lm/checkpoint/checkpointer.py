@@ -362,9 +362,9 @@ class Checkpointer:
                 yield SavedState(path, manifest, self.world, share, n_shares)
             except CheckpointError as error:
                 self._damaged.add(path.name)
-                if not is_downloaded:
-                    raise
                 copy = rf"[^\s=]*/{re.escape(path.name)}"  # on any machine
+                if not is_downloaded:
+                    copy = f"(?<=init_from=){copy}"  # a damaged file is named where it lies
                 problems = [re.sub(copy, str(location), problem) for problem in error.problems]
                 raise type(error)(*problems) from None
 
