@@ -62,7 +62,7 @@ def _make_pruner(searcher: Searcher) -> BasePruner:
     return SuccessiveHalvingPruner(first_rung, searcher.divisor)
 
 
-def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line with both values of each key whose value differs."""
     return [
         f"{key}: was {before.get(key)}, is now {now.get(key)}"
@@ -165,7 +165,7 @@ class Search:
             problem = f"{self.path}: has trials that are not in {journal.name}"
             raise ConfigError(f"{problem}; start another search: run_name={self.path.name}-2")
         identity = experiment.identity()
-        changes = find_changes(self.study.user_attrs.get("experiment", identity), identity)
+        changes = describe_changes(self.study.user_attrs.get("experiment", identity), identity)
         if changes:
             remedy = f"undo this, or start another search: run_name={self.path.name}-2"
             raise ConfigError(f"{self.path}: {'; '.join(limit_problems(changes))}; {remedy}")
@@ -291,7 +291,7 @@ class Search:
             if expected is None:
                 self.study.set_user_attr(name, session.inputs)
             elif expected != session.inputs:
-                changes = "; ".join(find_changes(expected, session.inputs))
+                changes = "; ".join(describe_changes(expected, session.inputs))
                 self._end(f"{run.name}: {changes}", f"delete {run.run_dir.path}, ")
 
     def _report(self, run: TrialRun) -> None:

@@ -33,7 +33,7 @@ from lm.hf import weights
 from lm.inputs import fingerprint_inputs
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment
-from lm.search.search import Search, find_changes
+from lm.search.search import Search, describe_changes
 from lm.search.trials import Devices
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.forked import start_python
@@ -510,8 +510,8 @@ def test_inputs_name_other_weights_templates_and_configs() -> None:
     before = read_inputs()
     make_reference(LLAMA | {"vocab_size": 290}, 1).save_pretrained("hf")
     Path("template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
-    template, init_from = find_changes(before, read_inputs())
+    template, init_from = describe_changes(before, read_inputs())
     assert template.startswith("chat_template: was ")
     assert init_from.startswith("init_from: was 1 files, ")
-    (config,) = find_changes(read_inputs(), read_inputs(model=OF_TRANSFORMERS))
+    (config,) = describe_changes(read_inputs(), read_inputs(model=OF_TRANSFORMERS))
     assert config.startswith("config: was ")
