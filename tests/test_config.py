@@ -188,16 +188,19 @@ def test_a_name_elsewhere_is_of_one_key_and_not_ours() -> None:
             "{positions: rope, rope_scaling: {rope_type: linear, factor: 2}}",
             'rope_scaling.*rope_type: "linear" is not llama3',
         ),
-        ("{float8: rowwise, max_seq_len: 1000}", "float8: batch_size x max_seq_len is 1000, .*16"),
+        (
+            "{float8: rowwise, max_seq_len: 1000}",
+            "float8: batch_size x max_seq_len is 1000, .*16; use batch_size=2,",
+        ),
         (
             "{float8: rowwise, max_seq_len: 64, batch_size: 1, dataset: jsonl, train_data: x,"
             " tokenizer: bytes, packing: false}",
-            "float8: .*packing.* 8 tokens is 8, .*16",
+            "float8: .*packing.* 8 tokens is 8, .*16; use batch_size=2,",
         ),
         (
             "{float8: rowwise, max_seq_len: 128, batch_size: 1, dataset: jsonl, train_data: x,"
             " tokenizer: bytes, packing: false, context_parallel: 2}",
-            "float8: .*packing.* 16 tokens / context_parallel is 8, .*16",
+            "float8: .*packing.* 16 tokens / context_parallel is 8, .*16; use batch_size=2,",
         ),
         ("optim_dtype: bfloat16", r"optim_dtype: bfloat16 .*beta2 0\.999; .*0\.99,"),
     ],

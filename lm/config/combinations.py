@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from lm.config.draft import Draft
@@ -50,15 +51,20 @@ def _find_problems_of_float8(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     if hp.precision.float8 is None:
         return
     multiple = training.FLOAT8_MULTIPLE
-    for length in hp.data.row_lengths(hp.model.max_seq_len):
-        n_tokens = hp.data.batch_size * hp.parallel.own_length(length)
+    batch_size = hp.data.batch_size
+    lengths = hp.data.row_lengths(hp.model.max_seq_len)
+    own_lengths = [hp.parallel.own_length(length) for length in lengths]
+    for length, own_length in zip(lengths, own_lengths, strict=True):
+        n_tokens = batch_size * own_length
         if n_tokens % multiple:
             tokens = "batch_size x max_seq_len"
             if not hp.data.packing:
                 tokens = f"with packing: false, batch_size x rows of {length} tokens"
             if hp.parallel.context_parallel > 1:
                 tokens += " / context_parallel"
-            yield "float8", f"{tokens} is {n_tokens}, not a multiple of {multiple}"
+            step = math.lcm(*(multiple // math.gcd(each, multiple) for each in own_lengths))
+            remedy = f"use batch_size={step * math.ceil(batch_size / step)}, or remove float8"
+            yield "float8", f"{tokens} is {n_tokens}, not a multiple of {multiple}; {remedy}"
             return
 
 

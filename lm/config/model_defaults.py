@@ -129,4 +129,4 @@ def warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:
         return
     source = hp.checkpoint.init_from
     problem = f"{length} exceeds the {limit} positions for which {source} was made"
-    warn(f"max_seq_len: {problem}; use {limit} or less, or a model with more")
+    warn(f"max_seq_len: {problem}; use max_seq_len={limit} or less, or a model with more")
