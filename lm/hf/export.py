@@ -57,7 +57,7 @@ from lm.shards import Rows
 from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
-from lm.training.roles import find_expert_matrices, find_linear_layers
+from lm.training.roles import find_expert_matrices, find_linear_layers, is_bias_of_experts
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     NETWORK,
@@ -258,9 +258,8 @@ class _Weights:
         return sum(sizes[name] * self._dtype_of(name).itemsize for name in sizes)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor to write; a router's bias stays as exact as it is."""
-        is_router_bias = name.endswith(".e_score_correction_bias")
-        return torch.float32 if is_router_bias else self.dtype
+        """Return the dtype of a tensor to write; a bias of experts stays as exact as it is."""
+        return torch.float32 if is_bias_of_experts(name) else self.dtype
 
     def write(self, directory: Path) -> dict[str, str]:
         """Write the safetensors files; return the file of each tensor."""

@@ -41,9 +41,12 @@ def is_router(name: str) -> bool:
 
 def is_selector(name: str) -> bool:
     """Return whether a parameter selects experts or tokens, perhaps without a gradient."""
-    parts = name.split(".")
-    is_bias_of_experts = parts[-1].endswith(("correction_bias", "expert_bias"))
-    return is_bias_of_experts or "indexer" in parts or is_router(name)
+    return is_bias_of_experts(name) or "indexer" in name.split(".") or is_router(name)
+
+
+def is_bias_of_experts(name: str) -> bool:
+    """Return whether a parameter is added to the scores of experts when they are chosen."""
+    return name.endswith(("correction_bias", "expert_bias"))
 
 
 # ---- linear layers
