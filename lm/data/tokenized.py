@@ -153,10 +153,10 @@ def describe_records(tokenizer: Tokenizer, options: RecordOptions) -> dict[str, 
     template = find_template_text(tokenizer)
     described: dict[str, str | None] = dict.fromkeys(("fields", "chat_template"))
     if options.fields is not None:
-        described["fields"] = json.dumps(dict(options.fields))
+        described["fields"] = json.dumps(dict(options.fields), sort_keys=True)
     if template is not None:
         described["chat_template"] = f"sha256 {sha256(template.encode()).hexdigest()}"
-    described["chat_template_kwargs"] = json.dumps(tokenizer.template_kwargs)
+    described["chat_template_kwargs"] = json.dumps(tokenizer.template_kwargs, sort_keys=True)
     described["loss_on"] = "completion" if options.completion_only else "all"
     described["objective"] = "dpo" if options.pairs else "next-token"
     return described

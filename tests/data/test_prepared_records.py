@@ -130,6 +130,14 @@ def test_records_that_were_prepared_otherwise_are_refused(
         opened(train_data="out", **changes)
 
 
+def test_prepared_records_have_the_same_fields_in_any_order() -> None:
+    fields = {"messages": "messages", "role": "role", "content": "content"}
+    named = "{messages: messages, role: role, content: content}"
+    assert prepare.main(["--config", "run.yaml", "--out", "out", f"fields={named}"]) == 0
+    in_order = opened(train_data="out", fields=fields)
+    assert_equal(opened(train_data="out", fields=dict(reversed(fields.items()))), in_order)
+
+
 def test_prepared_records_without_a_validation_part_need_val_data() -> None:
     assert prepare.main(["--config", "run.yaml", "--out", "out", "val_data=chats.jsonl"]) == 0
     with pytest.raises(ConfigError, match=r"^val_data: out has no validation part"):
