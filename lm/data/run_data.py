@@ -236,7 +236,12 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
     for each in opened.validation:
         if each.dataset.note:
             notes.append(f"{each.key}: {each.dataset.note}")
-    if config.val_data is None and config.dataset in ("text", "jsonl"):
+    trained_on: set[str] = set()
+    if config.dataset != "synthetic":  # whose fingerprint is the size
+        trained_on = {dataset.fingerprint() for dataset in opened.train}
+    same = [each.key for each in opened.validation if each.dataset.fingerprint() in trained_on]
+    notes += [f"{key}: its content is what the model is trained on" for key in same]
+    if config.val_data is None and config.dataset in ("text", "jsonl") and not same:
         n_held_out = len(opened.validation[0].dataset)
         n_all = n_held_out + len(opened.train[0])
         verb = "is" if n_held_out == 1 else "are"
@@ -244,11 +249,6 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
             f"{n_held_out:,} of the {n_all:,} sequences of train_data {verb} held out for"
             " validation, as val_data is not set"
         )
-    named = config.named_val_data.values()
-    trained_on = opened.train[0].fingerprint()
-    is_validated = any(each.dataset.fingerprint() == trained_on for each in opened.validation)
-    if config.dataset != "tokens" and config.train_data in named and is_validated:
-        notes.append(f"val_data: {config.train_data} is what the model is trained on")
     if config.tokenizer is not None and opened.tokenizer is None:
         problem = "not used, as the token files name no tokenizer"
         notes.append(f"tokenizer: {config.tokenizer}: {problem}")
@@ -375,20 +375,17 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
     named = config.named_val_data
     if config.val_data is None:
         named = _find_validation_parts(train_paths)
-    notes: list[str] = []
     validation: list[ValidationSet] = []
     for name, where in named.items():
         key = set_key(name)
         path = _index_path(where, key, VALIDATION)
         with error_prefix(key):
             file = open_file(path)
-        if path in train_paths:
-            notes.append(f"{key}: {where} is what the model is trained on")
         validation.append(ValidationSet(name, cut(key, file)))
     tokenizer = _load_token_files_tokenizer(config, first)
     if tokenizer is not None:
         tokenizer.limit_ids(vocab_size)
-    return _OpenedDatasets(train, validation, tokenizer, notes)
+    return _OpenedDatasets(train, validation, tokenizer)
 
 
 def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]:

@@ -85,6 +85,9 @@ def test_prepared_chats_are_those_of_the_run(capsys: pytest.CaptureFixture[str])
         named = opened(train_data="out/train.bin", val_data=val_data)
         assert named.fingerprints() == opened().fingerprints()
         assert not [note for note in named.notes if "trained on" in note]
+    notes = opened(train_data="out/validation.bin", packing=False).notes
+    assert [note for note in notes if note.startswith("val_data: ") and "trained on" in note]
+    assert not [note for note in notes if "held out" in note]
     assert prepare.main(arguments) == 0
     assert "already exists" in capsys.readouterr().out
     assert prepare.main([*arguments, "loss_on=all"]) == 2
