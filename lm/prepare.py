@@ -8,7 +8,7 @@
 With --config, the records of `train_data` are prepared as a run on `dataset: jsonl` reads them,
 chats and pairs, too; DIR is then its `train_data`. Else an input is a file, a directory or a glob.
 With --split, the input or `train_data` is a dataset of the Hugging Face Hub, which is read as a
-stream, or local files that `dataset: hf` reads.
+stream, or with --split train, local files that `dataset: hf` reads.
 DIR receives train.bin, train.ends and train.json, of records train.mask, with --validation-fraction
 also validation.bin and so on, and the tokenizer's files. Documents are read and tokens are written
 in the order of the input; threads encode parts of 128 KB, which takes about 120 bytes of memory per

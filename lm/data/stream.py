@@ -73,6 +73,11 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     datasets.disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False  # or its epoch is a tensor, and each worker imports it
     local = is_local(where)
+    if local and split != "train":
+        raise ConfigError(f"{key}: {where}: local files have no split {split!r}; use --split train")
+    if local and name is not None:
+        problem = f"{name} is of a dataset on the hub, and {where} is local"
+        raise ConfigError(f"hf_config: {problem}; remove it")
     if not local:
         check_path(where, key)
     try:

@@ -949,6 +949,8 @@ def test_dataset_is_read_as_a_stream(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert command.main([*arguments, "--split", "train"]) == 0
     assert "already exists" in capsys.readouterr().out
     assert command.main([*arguments, "--split", "test"]) == 2
-    assert "(different: split)" in capsys.readouterr().err
+    assert "'test'; use --split train" in capsys.readouterr().err
+    assert command.main([*arguments, "--split", "train", "--hf-config", "en"]) == 2
+    assert capsys.readouterr().err.startswith("hf_config: en")
     assert command.main([*arguments[1:], "--split", "train", "a", "b"]) == 2
     assert capsys.readouterr().err.startswith("--split: pass one INPUT")
