@@ -374,6 +374,21 @@ def open_weights(directory: Path) -> ClassWeights:
     )
 
 
+def check_layers(directory: Path) -> None:
+    """Refuse a config.json of more layers than there are tensors: each layer would be built.
+
+    Raises:
+        ConfigError: see `read_config`.
+        RunError: a file is damaged.
+    """
+    if not any(directory.glob("*.safetensors")):
+        return  # `open_weights` says what is missing
+    path = directory / MODEL_CONFIG
+    with error_prefix(str(path)):
+        config = read_config(without_quantization(read_object(path)))
+    _limit_layers(directory, config, len(_list_tensors(directory)))
+
+
 def _list_tensors(directory: Path) -> dict[str, Tensor]:
     """Return tensors as those in the files of `directory`, on the meta device."""
     tensors: dict[str, Tensor] = {}

@@ -37,7 +37,7 @@ from lm.errors import (
     nearest_file,
     oserror_as_config_error,
 )
-from lm.hf.class_weights import ClassWeights, open_weights
+from lm.hf.class_weights import ClassWeights, check_layers, open_weights
 from lm.hf.examine import examine, examine_whole
 from lm.hf.files import SAFETENSORS_INDEX, WEIGHT_SUFFIXES, read_object
 from lm.hf.quantization import quantization_of
@@ -192,8 +192,11 @@ def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]
     config: AnyModelConfig
     if is_model(source):
         directory = find_source(source, _STRUCTURE_FILES)
+        has_weights = needs_weights and Path(source).is_dir()
+        if has_weights:
+            check_layers(directory)
         config = read_structure(directory)
-        if needs_weights and Path(source).is_dir():
+        if has_weights:
             open_weights(directory)
         its_tokenizer = None
         if load_model_tokenizer(directory, config) is not None:
