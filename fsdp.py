@@ -6,14 +6,15 @@ The same file runs alone, under any launcher, and as a Determined trial. Read it
 
 main            read the configuration, join the other ranks
 train_together  open the Core API context; print an error once
-execute         the order of a run: preflight, build, resume, train, finish
+execute         the order of a run: preflight, build, load, train, finish
 build_model     the model, wrapped with `fully_shard`
 Trainer         the parts of a run, and what is done with them; `train_steps` is the training loop
 
-Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks. A run
-that only validates and samples has `max_steps` 0: its loop takes no step, and it saves nothing. A
-checkpoint is pending from `save`, which starts a thread on every rank, to `commit`, by which all
-ranks know that it is complete; meanwhile a rank may still be writing.
+Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks, a session
+the time of a run in one process. A run that only validates and samples has `max_steps` 0: its loop
+takes no step, and it saves nothing. A checkpoint is pending from `save`, which starts a thread on
+every rank, to `commit`, by which all ranks know that it is complete; meanwhile a rank may still be
+writing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,6 @@ if __name__ == "__main__":
 
     start_run()  # before torch is imported, which takes seconds
 
-import determined as det
 import torch
 from determined import core
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,13 +71,13 @@ from lm.metrics.accumulator import MetricsAccumulator
 from lm.metrics.logger import MetricLogger
 from lm.objectives.dpo import DPO
 from lm.objectives.objective import Losses, NextToken, Objective
-from lm.preflight import ResolvedRun, preflight
+from lm.preflight import Job, ResolvedRun, preflight
 from lm.report import write_report
 from lm.resume import load_checkpoint
 from lm.runtime.failures import explaining_out_of_memory
-from lm.runtime.preemption import PreemptionSignals
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
+from lm.runtime.stop_signals import StopSignals
 from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import PendingFlags, World
 from lm.tasks.scoring import Scorer, grade
@@ -89,20 +88,6 @@ from lm.transformers_model import AnyModel, kept_in_float32, new_model
 from lm.units import format_bytes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What was asked for, and the trial or the directory that the run belongs to."""
-
-    hp: Hyperparameters
-    trial: det.ClusterInfo | None
-    """on a cluster"""
-    run_dir: RunDir | None
-    """off the cluster"""
-    dry_run: bool = False
-    searcher: Any = None
-    """that section of the experiment"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,13 +129,17 @@ def read_job(args: Namespace, launch: Launch) -> Job:
 def train_together(job: Job, world: World) -> int:
     """Open the Core API context and the run's checkpoints, and run. Return the exit code.
 
-    Errors of PyTorch, e.g. out of memory or a lost rank, arrive here as RunErrors that say what to
-    do: `world` and `watchdog` replace them. Any other exception is a bug, and ends the process with
-    a traceback. A rank that waits in a collective for longer than `collective_timeout` names the
-    rank that hangs, and ends; the rank that hangs prints its stacks. If a rank has failed, the
-    others end with its error. Nothing is saved then: a restart resumes.
+    A ConfigError, which the user mends, has exit code 2, any other RunError 1. Errors of PyTorch,
+    e.g. out of memory or a lost rank, arrive here as RunErrors that say what to do: `world` and
+    `watchdog` replace them. Any other exception is a bug, and ends the process with a traceback. A
+    rank that waits in a collective for longer than `collective_timeout` names the rank that hangs,
+    and ends; the rank that hangs prints its stacks. If a rank has failed, the others end with its
+    error. None of these saves: a restart resumes from the newest complete checkpoint, which can be
+    the pending one. Before the end of `load_state`, files of an earlier run are where they were.
     """
-    watchdog = Watchdog(world.store, world.rank, world.size, job.hp.run.collective_timeout)
+    watchdog = Watchdog(
+        world.rendezvous_store, world.rank, world.size, job.hp.run.collective_timeout
+    )
     checkpoint_storage = None
     if job.run_dir is not None:
         checkpoint_storage = str(job.run_dir.checkpoints.absolute())
@@ -163,11 +152,11 @@ def train_together(job: Job, world: World) -> int:
                 distributed=TorchDistributedContext(world.launch, world.saver, world.node),
                 checkpoint_storage=checkpoint_storage,
                 preempt_mode=core.PreemptMode.ChiefOnly,
-            ) as context,
+            ) as core_context,
             watchdog,
         ):
-            store = open_store(context.checkpoint, job.trial, job.run_dir, world)
-            code = execute(job, world, context, store, watchdog)
+            store = open_store(core_context.checkpoint, job.trial, job.run_dir, world)
+            code = execute(job, world, core_context, store, watchdog)
             store.close(world)
             return code
     except RunError as error:
@@ -185,29 +174,28 @@ def train_together(job: Job, world: World) -> int:
 
 
 def execute(
-    job: Job, world: World, context: core.Context, store: CheckpointStore, watchdog: Watchdog
+    job: Job, world: World, core_context: core.Context, store: CheckpointStore, watchdog: Watchdog
 ) -> int:
     """Run from the first check to the last message. Return the exit code."""
     with world.all_or_none():
         # hp.precision.amp_dtype, where "auto" is the best dtype of the device
         amp_dtype = precision.compute_dtype(job.hp.precision, world.device)
     if job.trial is not None:
-        world.run_in_thread_on_rank0(check_fork, context.train, job.trial, job.hp.to_flat())
-    run = preflight(
-        job.hp, amp_dtype, world, job.trial, job.run_dir, store, job.dry_run, job.searcher
-    )
+        world.run_in_thread_on_rank0(check_fork, core_context.train, job.trial, job.hp.to_flat())
+    run = preflight(job, amp_dtype, world, store)
     # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
     if run.is_complete(store, world):
         return 0
     if job.dry_run:
         world.on_rank0(run.memory.print_step)
         return 0
+    directory = None if run.run_dir is None else run.run_dir.path
     with (
         explaining_out_of_memory(world.rank, run.memory.describe()),
-        MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger,
+        MetricLogger(world.rank, directory, core_context.train, run.max_steps, run.trial) as logger,
     ):
-        trainer = Trainer(run, world, context, store, watchdog, logger)
-        trainer.resume()
+        trainer = Trainer(run, world, core_context, store, watchdog, logger)
+        trainer.open_session(trainer.load_state())
         trainer.train()
         logger.set_status("stopped" if trainer.stopping else "completed")
     return trainer.finish()
@@ -270,7 +258,7 @@ class Trainer:
         self,
         run: ResolvedRun,
         world: World,
-        context: core.Context,
+        core_context: core.Context,
         store: CheckpointStore,
         watchdog: Watchdog,
         logger: MetricLogger,
@@ -280,7 +268,7 @@ class Trainer:
         self.run = run
         self.hp = hp
         self.world = world
-        self.context = context
+        self.core_context = core_context
         self.store = store
         self.watchdog = watchdog
         self.logger = logger
@@ -290,8 +278,8 @@ class Trainer:
         """those before its data: a branch reads other data from their first sample"""
         self.stopping = False
         """whether the ranks have agreed to stop: after this step, or in an evaluation"""
-        self.stop_reason: str | None = None
-        """why, if neither a signal, nor the search, nor Determined has asked for it"""
+        self.at_stop_step = False
+        """whether that is due to `stop_at_step`, and nobody has asked for it"""
         self.validation_loss: float | None = None
         """at this step, in nats per token; None = not validated"""
         self.sampled = False
@@ -321,15 +309,13 @@ class Trainer:
         if hp.objective.of_pairs:
             self.objective = DPO(hp.objective, run.data.n_replies, world.device)
         self.checkpointer = Checkpointer(hp.checkpoint, store, world, run.tokenizer_files)
-        ideal_seconds_per_token = None
-        if world.rank == 0:  # which alone logs the MFU
-            ideal_seconds_per_token = run.ideal_seconds_per_token(world.device)
+        ideal_seconds_per_token = run.ideal_seconds_per_token(world.device)  # for the MFU
         self.accumulator = MetricsAccumulator(
             world.device, world, ideal_seconds_per_token, self.objective.statistics
         )
-        self.signals = PreemptionSignals(world.rank)  # SIGTERM, SIGINT, SIGUSR2, SIGHUP
+        self.stop_signals = StopSignals(world.rank)  # SIGTERM, SIGINT, SIGUSR2, SIGHUP
         self.search_stop = SearchStop(
-            run.searcher, context.train, world.rank, hp.run.collective_timeout
+            run.searcher, core_context.train, world.rank, hp.run.collective_timeout
         )
 
     def state(self) -> State:
@@ -342,13 +328,16 @@ class Trainer:
             "reference": self.objective.state_dict(),
         }
 
-    def resume(self) -> None:
-        """Load what the run continues from: pretrained weights, a checkpoint, both, or neither.
+    def load_state(self) -> TrainingProgress:
+        """Load what the session continues from: a checkpoint, pretrained weights, both, or neither.
 
-        A checkpoint whose files do not match their checksums is skipped, and the next one is
-        loaded; if all are damaged, the run is refused. Off the cluster, a start that resumes from
-        no checkpoint of this run is recorded. If an earlier run has left files, they are moved
-        aside, once all is loaded: a start that fails before leaves them where they are.
+        The hyperparameter `resume` is auto (the newest checkpoint of this run), fresh (none), or
+        the path or URL of one, also of another run. `lm.resume` has made it a list, newest first:
+        a checkpoint whose files do not match their checksums is skipped, and the next one is
+        loaded; if all are damaged, the run is refused. Without one, the run starts at step 0.
+
+        Off the cluster, a start that resumes from none of the run's checkpoints is recorded in
+        `state.json`, and what an earlier run has left is moved aside, once all is loaded.
         """
         run = self.run
         if run.trains:
@@ -356,8 +345,8 @@ class Trainer:
             if host_bytes > 0:
                 size = format_bytes(host_bytes)
                 self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
-        if run.new_start is not None:  # what the run starts from, in case it is killed meanwhile
-            self.world.on_rank0(self.store.record_early, run.new_start)
+        if run.new_state is not None:  # in case it is killed meanwhile
+            self.world.on_rank0(self.store.record_early, run.new_state)
         self.load_pretrained()
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
@@ -365,25 +354,13 @@ class Trainer:
         note = self.world.on_rank0(run.lost_progress)
         if note is not None:
             self.logger.info(note)
-        if run.new_start is not None:
-            begin = partial(self.store.record_start, run.new_start, fresh=run.resume_plan.fresh)
+        if run.new_state is not None:
+            begin = partial(self.store.begin_run, run.new_state, fresh=run.resume_plan.fresh)
             self.world.run_in_thread_on_rank0(begin)
-        self.step = progress.step
-        self.data_start = progress.data_start
-        if run.trains:
-            self.validation_loss = progress.validation_loss
-            self.sampled = progress.sampled
         note = self.loader.load_state(progress.dataset_state)
         if note is not None:
             self.logger.info(note)
-        if run.run_dir is not None:
-            session = run.session(self.world, self.step)
-            self.world.on_rank0(run.run_dir.start, run.info.hyperparameters, session)
-        missing = progress.missing_reports()
-        values = run.info.hyperparameters
-        self.signals.install()  # before this, there is nothing to save
-        self.logger.open(self.step, missing, values, distinguishing(values))
-        self.accumulator.start(progress.metric_sums)  # last, as it starts the clock
+        return progress
 
     def load_pretrained(self) -> None:
         """Load the weights of the Hugging Face model that `init_from` names, if it names one.
@@ -406,17 +383,36 @@ class Trainer:
             to_be_exported=self.run.trains and not is_base,  # adapters are exported alone, too
         )
 
+    def open_session(self, progress: TrainingProgress) -> None:
+        """Continue from `progress`: record the session, open the logs, and let signals stop it."""
+        run = self.run
+        self.step = progress.step
+        self.data_start = progress.data_start
+        if run.trains:
+            self.validation_loss = progress.validation_loss
+            self.sampled = progress.sampled
+        if run.run_dir is not None:
+            session = run.session(self.world, self.step)
+            self.world.on_rank0(run.run_dir.add_session, run.info.hyperparameters, session)
+        missing = progress.missing_reports()
+        values = run.info.hyperparameters
+        self.stop_signals.install()  # before this, there is nothing to save
+        self.logger.open(self.step, missing, values, distinguishing(values))
+        self.accumulator.reset(progress.metric_sums)  # last, as it starts the clock
+
     def train(self) -> None:
         """Train to the last step, or until asked to stop, under the profilers that are on."""
         switches = self.hp.profiling
-        traces = self.context.train.get_tensorboard_path()
+        traces = self.core_context.train.get_tensorboard_path()
         if self.run.run_dir is not None:
             traces = self.run.run_dir.traces
         log = self.logger.info
         with ExitStack() as profilers:
             profiler_step = None
             if switches.core_api_profiler:
-                profilers.enter_context(profiling.run_core_api_profiler(self.context.profiler, log))
+                profilers.enter_context(
+                    profiling.run_core_api_profiler(self.core_context.profiler, log)
+                )
             if switches.memory_snapshot:
                 snapshot = traces / f"rank{self.world.rank}.memory.pickle"
                 profilers.enter_context(profiling.record_memory(snapshot))
@@ -436,7 +432,7 @@ class Trainer:
         """The training loop. `profiler_step` tells PyTorch's profiler that a step has ended."""
         batches = self.loader.training(self.step - self.data_start)
         # `setup_environment` disabled automatic collection, which would stop the ranks at
-        # different times. `report` collects, and need not look at what exists now.
+        # different times. `log_training` collects, and need not look at what exists now.
         gc.freeze()
         self.prepare_objective()
         self.complete_resumed_step()
@@ -469,7 +465,7 @@ class Trainer:
             if self.checkpointer.is_pending and not is_writing:
                 self.commit()
             if self.is_due(self.hp.metrics.report_rate):
-                self.report()
+                self.log_training()
             self.evaluate()
             self.stop_where_configured()
             if self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate):
@@ -495,13 +491,13 @@ class Trainer:
                     self.save_objective()
             if self.stopping:
                 self.save_objective()
-        self.accumulator.start()  # again: no step has begun
+        self.accumulator.reset()  # again: no step has begun
 
     def save_objective(self) -> None:
         """Save what the objective has prepared so far, with the initial weights."""
         self.objective.exchange(self.world)
         if self.run.trains:
-            self.accumulator.start()  # again: no step has begun
+            self.accumulator.reset()  # again: no step has begun
             self.save(wait=True)
 
     def forward_backward(self, batch: Batch) -> Losses:
@@ -557,16 +553,16 @@ class Trainer:
 
     def asked_to_stop(self) -> bool:
         """Return whether this rank was asked to stop: by a signal, the search, or Determined."""
-        if self.signals.received or self.search_stop.reason is not None:
+        if self.stop_signals.received or self.search_stop.reason is not None:
             return True
-        return master.should_preempt(self.context, self.run.trial)
+        return master.should_preempt(self.core_context, self.run.trial)
 
     def stop_where_configured(self) -> None:
         """Stop after `stop_at_step`, with the reports and evaluations that are due there."""
         stop = self.hp.run.stop_at_step
         if stop is not None and stop <= self.step < self.run.max_steps and not self.stopping:
             self.stopping = True
-            self.stop_reason = f"as stop_at_step is {stop}; rerun without it to resume"
+            self.at_stop_step = True
 
     def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
         """Yield `items`, as many on every rank, until the ranks agree after one of them to stop."""
@@ -600,8 +596,8 @@ class Trainer:
         if has_evaluated and self.run.trains and is_due:
             self.save(wait=True)
 
-    def report(self) -> None:
-        """Log the metrics since the last report; refuse too many consecutive skipped steps."""
+    def log_training(self) -> None:
+        """Log the metrics since the last time; refuse too many consecutive skipped steps."""
         gc.collect()
         metrics, most_consecutive_skipped = self.accumulator.report()
         metrics |= self.balance.metrics()
@@ -613,7 +609,7 @@ class Trainer:
         """Log metrics of this step, and report them to Determined: the Web UI and the search."""
         self.logger.log(group, self.step, metrics)
         if self.world.rank == 0:
-            self.context.train.report_metrics(group, self.step, dict(metrics))
+            self.core_context.train.report_metrics(group, self.step, dict(metrics))
 
     def evaluate(self) -> None:
         """Validate and sample where that is due and not yet done, unless the run is stopping."""
@@ -732,8 +728,11 @@ class Trainer:
         """Acknowledge a preemption, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
-            reason = self.stop_reason or self.search_stop.reason
-            if reason is None:  # a signal or Determined has asked for it
+            reason = self.search_stop.reason
+            if self.at_stop_step:
+                stop = self.hp.run.stop_at_step
+                reason = f"as stop_at_step is {stop}; rerun without it to resume"
+            elif reason is None:  # a signal or Determined has asked for it
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:
                     code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
@@ -741,15 +740,15 @@ class Trainer:
                 # it (the search or `stop_at_step` has stopped it), that the trial is complete. Off
                 # the cluster, it does nothing.
                 if self.world.rank == 0:
-                    self.context.preempt.acknowledge_preemption_signal()
+                    self.core_context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"
             self.logger.info(f"stopped after {step} {reason}")
         else:
             for line in self.run.how_to_extend_trial():
                 self.logger.info(line)
-        if self.run.directory is not None:  # off the cluster
+        if self.run.run_dir is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
-            report = self.world.on_rank0(write_report, self.run.directory)
+            report = self.world.on_rank0(write_report, self.run.run_dir.path)
             # Its files are closed, so that the report is complete; it still prints.
             self.logger.info(f"curves and traces: make board; report: {report}")
         return code

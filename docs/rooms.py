@@ -22,7 +22,7 @@ PICTURE = REPOSITORY / "docs" / "rooms.svg"
 VERBS = {
     "preflight": ("lm/preflight.py", "preflight"),
     "build": ("fsdp.py", "Trainer.__init__"),
-    "resume": ("fsdp.py", "Trainer.resume"),
+    "load": ("fsdp.py", "Trainer.load_state"),
     "train": ("fsdp.py", "Trainer.train"),
     "finish": ("fsdp.py", "Trainer.finish"),
 }
@@ -40,7 +40,7 @@ DESCRIPTION_LETTERS = 36
 COLORS = {
     "preflight": "#8250df",
     "build": "#0969da",
-    "resume": "#1a7f37",
+    "load": "#1a7f37",
     "train": "#bc4c00",
     "finish": "#57606a",
 }

@@ -64,6 +64,20 @@ from lm.units import format_number, format_parameters
 
 
 @dataclass(frozen=True)
+class Job:
+    """What was asked for, and the trial or the directory that the run belongs to."""
+
+    hp: Hyperparameters
+    trial: det.ClusterInfo | None
+    """on a cluster"""
+    run_dir: RunDir | None
+    """off the cluster"""
+    dry_run: bool = False
+    searcher: Any = None
+    """that section of the experiment"""
+
+
+@dataclass(frozen=True)
 class InitialWeights:
     """What `init_from` names: the weights of a run that resumes from no checkpoint."""
 
@@ -133,10 +147,10 @@ class ResolvedRun:
         return self.max_steps > 0
 
     @property
-    def new_start(self) -> RunState | None:
+    def new_state(self) -> RunState | None:
         """What is recorded of a new start, unless it neither trains nor moves files aside."""
         if self.trains or self.resume_plan.fresh:
-            return self.resume_plan.new_start
+            return self.resume_plan.new_state
         return None
 
     def lost_progress(self) -> str | None:
@@ -160,13 +174,6 @@ class ResolvedRun:
         if not self.tasks:
             return None
         return self.hp.tasks.eval_rate or self.validation_rate
-
-    @property
-    def directory(self) -> Path | None:
-        """The run's directory; None on a cluster."""
-        if self.run_dir is None:
-            return None
-        return self.run_dir.path
 
     @property
     def tokens_per_step(self) -> int:
@@ -328,31 +335,24 @@ class ResolvedRun:
 
 
 def preflight(
-    hp: Hyperparameters,
-    amp_dtype: torch.dtype | None,
-    world: World,
-    trial: det.ClusterInfo | None,
-    run_dir: RunDir | None,
-    store: CheckpointStore,
-    dry_run: bool = False,
-    searcher: Any = None,
+    job: Job, amp_dtype: torch.dtype | None, world: World, store: CheckpointStore
 ) -> ResolvedRun:
     """Find everything that can be wrong, locally on every rank, and agree on it once.
 
     Locks the run directory and starts `store`, or in a dry run writes nothing and prints what the
     run needs.
 
-    Args:
-        searcher: off the cluster, that section of the experiment file.
-
     Raises:
         ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit
             together.
     """
     announce("reading the data")
+    hp = job.hp
+    trial = job.trial
+    dry_run = job.dry_run
     _check_platform(hp, trial)
-    if run_dir and not dry_run:
-        run_dir.lock(world)
+    if job.run_dir and not dry_run:
+        job.run_dir.lock(world)
         store.start(world)
     initial_weights = find_initial_weights(hp, world, downloads=not dry_run)
     resume_plan = world.on_rank0(
@@ -432,10 +432,10 @@ def preflight(
             resume_plan=resume_plan,
             trial=trial,
             searcher=searcher_of_trial,
-            run_dir=run_dir,
+            run_dir=job.run_dir,
             memory=memory,
         )
-        checked = searcher_of_trial or Searcher.of_file(searcher, max_steps, validation_rate)
+        checked = searcher_of_trial or Searcher.of_file(job.searcher, max_steps, validation_rate)
         if checked is not None:
             check_searcher(checked, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))

@@ -72,7 +72,7 @@ class ResumePlan:
     may_be_complete: bool = False
     fresh: bool = False
     """what the run has written before is moved aside"""
-    new_start: RunState | None = None
+    new_state: RunState | None = None
     """what is recorded of a start that resumes from no checkpoint of this run, off the cluster"""
 
 
@@ -104,7 +104,7 @@ def plan_resume(
         CheckpointError: there are checkpoints, but none is complete.
     """
     state = store.read_state()
-    new_start = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
+    new_state = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
     # A restart whose first attempt failed before it recorded its start is a first start, too.
     is_same_start = resume == state.resume and not restarted.items().isdisjoint(
         state.launch.items()
@@ -120,14 +120,14 @@ def plan_resume(
             return ResumePlan((_locate_start(state.resumed_from, store),), branches=True)
     if resume not in ("auto", "fresh"):
         candidate = _locate_named(resume, state, store)
-        new_start = new_start.replace(resumed_from=str(candidate))
-        return ResumePlan((candidate,), branches=True, fresh=fresh, new_start=new_start)
+        new_state = new_state.replace(resumed_from=str(candidate))
+        return ResumePlan((candidate,), branches=True, fresh=fresh, new_state=new_state)
     if not fresh and state.init_from not in (None, init_from):
         started = f"{store}: no checkpoint yet of the run, which started from {state.init_from}"
         same_start = f"init_from={shlex.quote(state.init_from)}"
         remedy = f"use {same_start}, or resume=fresh for another start"
         raise ConfigError(f"init_from: {init_from or 'null'}, but {started}; {remedy}")
-    plan = ResumePlan(fresh=fresh, new_start=new_start)
+    plan = ResumePlan(fresh=fresh, new_state=new_state)
     if init_checkpoint is None:
         return plan
     return replace(plan, init_candidates=(_locate("init_from", init_checkpoint, store),))

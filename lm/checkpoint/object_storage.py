@@ -120,13 +120,13 @@ class BucketCheckpoints(RunCheckpoints):
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
         self.bucket.delete([f"checkpoints/{name}/{DRAFT}"])
 
-    def record_start(self, state: RunState, *, fresh: bool) -> None:
+    def begin_run(self, state: RunState, *, fresh: bool) -> None:
         if fresh and movable(self.bucket) and self.bucket.url.startswith("az:"):
             # It copies after it has answered.
             raise ConfigError(
                 f"run_name: {self.bucket.url} has files of an earlier run; choose another run_name"
             )
-        super().record_start(state, fresh=fresh)
+        super().begin_run(state, fresh=fresh)
 
     def _put_run_files(self) -> None:
         assert self._run_dir is not None

@@ -194,7 +194,7 @@ class CheckpointStore(ABC):
     def record_early(self, state: RunState) -> None:  # noqa: B027
         """Record a start before its weights are loaded, if it has no files to move aside."""
 
-    def record_start(self, state: RunState, *, fresh: bool) -> None:  # noqa: B027
+    def begin_run(self, state: RunState, *, fresh: bool) -> None:  # noqa: B027
         """Record a start that does not resume from a checkpoint of this run, off the cluster.
 
         Args:
@@ -292,7 +292,7 @@ class RunCheckpoints(CheckpointStore):
         if not any(movable(place) for place in self.places):
             write_state(self.places, state)
 
-    def record_start(self, state: RunState, *, fresh: bool) -> None:
+    def begin_run(self, state: RunState, *, fresh: bool) -> None:
         begin_run(self.places, state, fresh=fresh)
 
 

@@ -23,8 +23,7 @@ class MetricsAccumulator:
     """Sums of the metrics between two reports, kept without synchronizing with the device.
 
     Args:
-        ideal_seconds_per_token: that its FLOPs take at the peak of a device, on rank 0; None = no
-            MFU.
+        ideal_seconds_per_token: that its FLOPs take at the peak of a device; None = no MFU.
         statistics: names of what the objective reports besides the loss.
     """
 
@@ -57,7 +56,7 @@ class MetricsAccumulator:
     def _on_device(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)
 
-    def start(self, ranks: Sequence[MetricSums] | None = None) -> None:
+    def reset(self, ranks: Sequence[MetricSums] | None = None) -> None:
         """Start the clock, and the sums: from those of all ranks that saved, or from zero."""
         if not ranks:
             self._load(MetricSums())

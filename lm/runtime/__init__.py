@@ -1,1 +1,1 @@
-"""Process groups, watchdog, preemption and run directory."""
+"""Process groups, watchdog, signals that stop a run, and run directory."""

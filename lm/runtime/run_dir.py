@@ -160,7 +160,7 @@ class RunDir:
                 " machines share"
             )
 
-    def start(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any]) -> None:
+    def add_session(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any]) -> None:
         """Write config.yaml, which resumes the run, and add `session` to sessions.jsonl."""
         import yaml
 

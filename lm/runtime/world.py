@@ -91,7 +91,7 @@ class World:
     """gloo group of all ranks for the thread that writes checkpoints"""
     node: dist.ProcessGroup
     """gloo group of the ranks on this node"""
-    store: dist.Store
+    rendezvous_store: dist.Store
     """key-value store of all ranks"""
     tensor_timeout: timedelta
     """of every collective of tensors"""
@@ -275,11 +275,13 @@ class World:
         first, *others = [f"rank {rank} ends" for rank in range(self.size)]
         with suppress(RuntimeError):  # a rank has ended
             if self.rank == 0:
-                self.store.set(first, "")
-                self.store.wait(others, ANSWER_TIMEOUT)  # the store ends with this process
+                self.rendezvous_store.set(first, "")
+                self.rendezvous_store.wait(
+                    others, ANSWER_TIMEOUT
+                )  # the store ends with this process
             else:
-                self.store.wait([first])
-                self.store.set(others[self.rank - 1], "")
+                self.rendezvous_store.wait([first])
+                self.rendezvous_store.set(others[self.rank - 1], "")
 
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError with both values of what differs if `facts` differ between ranks."""

@@ -202,7 +202,7 @@ def test_run_opens_its_data_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     keys = {"dataset": "text", "train_data": str(tmp_path), "vocab_size": 257, "max_steps": 1}
     hp = read_hyperparameters({"hyperparameters": TINY | keys}, [], "test")
     store = LocalCheckpoints(tmp_path / "checkpoints")
-    in_world(lambda world: preflight.preflight(hp, None, world, None, None, store))
+    in_world(lambda world: preflight.preflight(preflight.Job(hp, None, None), None, world, store))
     assert n_opened == 1
 
 

@@ -24,7 +24,7 @@ import pytest
 from lm.checkpoint.contents import verify
 from lm.checkpoint.manifest import read_manifest
 from lm.launch.spawn import reserve_port
-from lm.runtime.preemption import REPEAT_SECONDS
+from lm.runtime.stop_signals import REPEAT_SECONDS
 from tests.soak import soak
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.forked import start_python

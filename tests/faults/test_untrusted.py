@@ -269,7 +269,7 @@ def test_run_writes_through_no_links_and_waits_for_no_fifos(kind: str, private: 
         Path("file"),
     ):
         irregular(path, kind, private)
-    run_dir.start({"lr": 1}, {"step": 0})
+    run_dir.add_session({"lr": 1}, {"step": 0})
     JSONL(run_dir.path, 0, ()).close()
     write_durably(Path("file"), b"new")
     assert Path("file").read_bytes() == b"new"

@@ -13,14 +13,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import kubeflow_trainer_api.models
 import pytest
 
 from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError
-from lm.preflight import preflight
+from lm.preflight import Job, preflight
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.launch_files import Document, only_container, read_documents
@@ -116,12 +116,10 @@ def test_restart_when_stopped_needs_resume_auto(
 ) -> None:
     """Every restart would start over."""
     monkeypatch.setenv("RESTART_WHEN_STOPPED", "1")
-    hp, nothing = (
-        read_hyperparameters({"hyperparameters": TINY | {"resume": resume}}, [], "test"),
-        None,
-    )
+    hp = read_hyperparameters({"hyperparameters": TINY | {"resume": resume}}, [], "test")
+    nothing: Any = None
     with pytest.raises(ConfigError, match=f"^resume: {resume} .*RESTART_WHEN_STOPPED.* auto "):
-        preflight(hp, nothing, cast(Any, nothing), nothing, nothing, cast(Any, nothing))
+        preflight(Job(hp, None, None), None, nothing, nothing)
 
 
 SKYPILOT = """

@@ -228,9 +228,9 @@ NAME = "$(touch a)`touch b`;touch c;'\"$HOME"
 WAIT_FOR_SIGNAL = """
 import time
 from lm.data.loader import Loader
-from lm.runtime.preemption import PreemptionSignals
+from lm.runtime.stop_signals import StopSignals
 
-training, on_signal, received = Loader.training, PreemptionSignals._on_signal, []
+training, on_signal, received = Loader.training, StopSignals._on_signal, []
 
 def record(self, *signal):
     on_signal(self, *signal)
@@ -242,7 +242,7 @@ def wait(self, start):
             time.sleep(0.01)
         yield batch
 
-PreemptionSignals._on_signal, Loader.training = record, wait
+StopSignals._on_signal, Loader.training = record, wait
 """
 """After step 5 of its first start, the run waits for a signal."""
 

@@ -139,7 +139,7 @@ def test_skip_nonfinite_counts_across_reports_and_resumes(
             if step == resumed_after:
                 saved = MetricSums.model_validate_json(metrics.state_dict().model_dump_json())
                 metrics = MetricsAccumulator(CPU, world, ideal_seconds_per_token=None)
-                metrics.start([saved])
+                metrics.reset([saved])
             add(metrics, skipped=skipped)
             step += 1
         clock.now += 1
@@ -148,7 +148,7 @@ def test_skip_nonfinite_counts_across_reports_and_resumes(
 
 
 def test_accumulator_resets_sums_and_clock(metrics: MetricsAccumulator, clock: Clock) -> None:
-    for start in (metrics.start, metrics.report):
+    for start in (metrics.reset, metrics.report):
         add(metrics, loss_sum=100, n_tokens=1000)
         clock.now += 50
         start()

@@ -280,9 +280,9 @@ def test_report_command_refuses_another_directory(capsys: pytest.CaptureFixture[
 def test_session_records_the_last_write_before_it() -> None:
     run_dir = RunDir("x")
     run_dir.path.mkdir(parents=True)
-    run_dir.start({}, {"step": 0})
+    run_dir.add_session({}, {"step": 0})
     run_dir.metrics.write_text("")
-    run_dir.start({}, {"step": 5})
+    run_dir.add_session({}, {"step": 5})
     first, second = (json.loads(line) for line in run_dir.sessions.read_text().splitlines())
     assert (first["step"], first["last_write"], second["step"]) == (0, None, 5)
     assert second["last_write"] == run_dir.metrics.stat().st_mtime

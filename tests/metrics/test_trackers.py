@@ -27,7 +27,7 @@ from lm.errors import ConfigError, RunError
 from lm.launch.spawn import reserve_port
 from lm.metrics import trackers
 from lm.metrics.logger import MetricLogger
-from lm.preflight import preflight
+from lm.preflight import Job, preflight
 from lm.storage.bucket import Bucket
 from tests.support import REPOSITORY
 from tests.support.cluster.master import Master
@@ -443,7 +443,7 @@ def test_determined_is_no_tracker_of_its_own_trials() -> None:
     hp = read_hyperparameters({"hyperparameters": TINY | {"tracker": "determined"}}, [], "test")
     store = LocalCheckpoints(Path("nothing"))
     with pytest.raises(ConfigError, match="tracker: determined"):
-        in_world(lambda world: preflight(hp, None, world, info, None, store))
+        in_world(lambda world: preflight(Job(hp, info, None), None, world, store))
 
 
 # ---- failures

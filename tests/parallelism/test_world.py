@@ -159,7 +159,7 @@ def test_join_names_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> Non
 def join_bound(world: World) -> list[int]:
     """Join again with a default group that is bound to a device, as that of NCCL is."""
     launch = world.launch
-    again = dist.PrefixStore("again", world.store)
+    again = dist.PrefixStore("again", world.rendezvous_store)
     dist.destroy_process_group()
     initialize = dist.init_process_group
 

@@ -38,7 +38,7 @@ from lm.checkpoint.store import LocalCheckpoints
 from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import reserve_port
-from lm.preflight import preflight
+from lm.preflight import Job, preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import RunState, write_state
@@ -409,9 +409,9 @@ def test_storage_moves_a_run_to_an_empty_machine(
         with machine(world, storage, tmp_path / "3") as (checkpointer, place):
             if storage.startswith("az:"):  # whose copies may end later
                 with pytest.raises(ConfigError, match="choose another run_name"):
-                    place.record_start(RunState(), fresh=True)
+                    place.begin_run(RunState(), fresh=True)
                 return
-            place.record_start(RunState(), fresh=True)
+            place.begin_run(RunState(), fresh=True)
             assert not place.list_saved()[0]
             assert not place.was_committed()
             (aside,) = {
@@ -843,7 +843,7 @@ def test_checkpoint_storage_on_a_cluster_is_the_platforms() -> None:
     with pytest.raises(
         ConfigError, match=r"^checkpoint_storage: .*top level of the experiment config"
     ):
-        preflight(hp, None, nothing, cluster, nothing, nothing)
+        preflight(Job(hp, cluster, None), None, nothing, nothing)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_run_name_outside_of_runs_is_refused(name: str) -> None:
 def test_run_name_of_a_group_resumes_there() -> None:
     run_dir = started("group/x")
     assert run_dir.path == Path("runs/group/x")
-    run_dir.start({"lr": 1}, {})
+    run_dir.add_session({"lr": 1}, {})
     config = yaml.safe_load((run_dir.path / "config.yaml").read_text())
     assert config["hyperparameters"]["run_name"] == "group/x"
 
@@ -262,7 +262,7 @@ def test_directory_of_a_run_that_has_started_stays() -> None:
     run_dir = RunDir("started")
     run_dir.remove_unused()  # which it has not locked
     in_world(run_dir.lock)
-    run_dir.start({}, {"step": 0})
+    run_dir.add_session({}, {"step": 0})
     run_dir.remove_unused()
     assert run_dir.checkpoints.is_dir()
 
@@ -275,7 +275,7 @@ def test_failed_start_remembers_where_its_checkpoint_was_moved() -> None:
     checkpoint.mkdir()
     (checkpoint / "file").touch()
     store = LocalCheckpoints(run_dir.checkpoints)
-    store.record_start(RunState(resumed_from=str(checkpoint)), fresh=True)
+    store.begin_run(RunState(resumed_from=str(checkpoint)), fresh=True)
     run_dir.remove_unused()
     start = store.read_state().resumed_from
     assert start is not None
@@ -352,16 +352,16 @@ def test_state_that_cannot_be_read_is_named_at_the_start(
 def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     run_dir = started()
     checkpoints = LocalCheckpoints(run_dir.checkpoints)
-    checkpoints.record_start(RunState(), fresh=True)
+    checkpoints.begin_run(RunState(), fresh=True)
     assert not list(run_dir.path.glob("before-*")), "nothing to move"
-    run_dir.start({"lr": 0}, {"step": 0})
+    run_dir.add_session({"lr": 0}, {"step": 0})
     for lr in (1, 2):  # within a second
         (run_dir.checkpoints / f"of-{lr - 1}").mkdir()
         run_dir.metrics.write_text(str(lr - 1))
         os.mkfifo(run_dir.path / "fifo")
         (run_dir.path / "link").symlink_to("nowhere")
-        checkpoints.record_start(RunState(), fresh=True)
-        run_dir.start({"lr": lr}, {"step": lr})
+        checkpoints.begin_run(RunState(), fresh=True)
+        run_dir.add_session({"lr": lr}, {"step": lr})
         assert f"lr: {lr}\n" in run_dir.config.read_text()
         assert not list(run_dir.checkpoints.iterdir())
         assert not run_dir.metrics.exists()
@@ -379,6 +379,6 @@ def test_run_dirs_config_yaml_resumes_the_run() -> None:
     hp = read_hyperparameters(
         {"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test"
     )
-    run_dir.start(hp.to_flat() | {"resume": "fresh"}, {"step": 0})
+    run_dir.add_session(hp.to_flat() | {"resume": "fresh"}, {"step": 0})
     assert load_hyperparameters(run_dir.config, []) == hp.replace(run_name="x")
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

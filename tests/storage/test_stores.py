@@ -346,7 +346,7 @@ def test_store_whose_checkpoints_were_deleted_is_an_error(
             store = checkpointer.store
             with pytest.raises(ConfigError, match="deleted; resume=fresh"):
                 plan_resume("auto", None, store, restarted={})
-            store.record_start(RunState(), fresh=True)  # as resume=fresh does
+            store.begin_run(RunState(), fresh=True)  # as resume=fresh does
             assert not plan_resume("auto", None, store, restarted={}).resume_candidates
 
     in_world(lose)
@@ -450,7 +450,7 @@ def test_store_moves_earlier_runs_aside(kind_off_cluster: str, place: Path) -> N
             store = checkpointer.store
             (place / "metrics.jsonl").write_text("1\n")
             save_toy(checkpointer, world, 1)
-            store.record_start(RunState(), fresh=True)
+            store.begin_run(RunState(), fresh=True)
             assert saved_names(store) == []
             assert not store.was_committed()
             assert not (place / "metrics.jsonl").exists()
@@ -472,7 +472,7 @@ def test_store_knows_the_start_whose_move_was_killed(
             old = store.locate(save_toy(checkpointer, world, 1))
             with monkeypatch.context() as patch, suppress(Killed):
                 kill_after(n_done, patch)
-                store.record_start(RunState(resume=str(old), resumed_from=str(old)), fresh=True)
+                store.begin_run(RunState(resume=str(old), resumed_from=str(old)), fresh=True)
         finish_move([Directory(place)])  # as `RunDir.lock` does
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store

@@ -15,8 +15,8 @@ REPEAT_SECONDS = 0.5
 """Launchers repeat a Ctrl-C of the terminal within this time; a later one is a second Ctrl-C."""
 
 
-class PreemptionSignals:
-    """Whether this process has received a signal that asks it to stop.
+class StopSignals:
+    """Whether this process has received a signal that asks it to stop, Ctrl-C included.
 
     Its own rank alone knows: the ranks agree in every step on whether any of them was asked.
     """
