@@ -364,6 +364,8 @@ def preflight(
         hp.checkpoint.init_from,
         launch_ids(os.environ),
     )
+    if resume_plan.fresh and not dry_run:  # else a restart before `begin_run` would resume
+        world.on_rank0(store.forget_launch, launch_ids(os.environ))
     if dry_run and resume_plan.resume_candidates:
         initial_weights = find_initial_weights(hp, world)  # its base is compared with theirs
     with world.all_or_none():

@@ -191,6 +191,9 @@ class CheckpointStore(ABC):
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         """Delete the checkpoints that are `expired`, and what killed saves left."""
 
+    def forget_launch(self, launch: Mapping[str, str]) -> None:  # noqa: B027
+        """Let later attempts of `launch` not be those of an earlier start with the same IDs."""
+
     def record_early(self, state: RunState) -> None:  # noqa: B027
         """Record a start before its weights are loaded, if it has no files to move aside."""
 
@@ -287,6 +290,11 @@ class RunCheckpoints(CheckpointStore):
             gone += [entry.name for entry in expired(saved, keep, damaged)]
         for name in gone:
             self.place.delete_folder(f"{self._folder}/{name}")
+
+    def forget_launch(self, launch: Mapping[str, str]) -> None:
+        state = self.read_state()
+        if not launch.items().isdisjoint(state.launch.items()):
+            write_state(self.places, state.replace(launch={}))
 
     def record_early(self, state: RunState) -> None:
         if not any(movable(place) for place in self.places):

@@ -57,7 +57,7 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
         description="directory to which files of earlier runs are being moved",
     )
 
-    def replace(self, **changes: str | None) -> RunState:
+    def replace(self, **changes: str | dict[str, str] | None) -> RunState:
         """Return a copy with `changes`."""
         return self.model_copy(update=changes)
 

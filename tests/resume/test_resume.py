@@ -330,11 +330,13 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def attempt(number: int, folder: Path, *overrides: str, launch: str = "a") -> str:
+def attempt(
+    number: int, folder: Path, *overrides: str, launch: str = "a", code: int = 0, script: str = ""
+) -> str:
     """Start a run as torchrun does, first or after a failure; return what it prints."""
     env: dict[str, Any] = {"TORCHELASTIC_RUN_ID": launch, "TORCHELASTIC_RESTART_COUNT": str(number)}
     env["SLURM_JOB_ID"] = "7"  # several starts in one allocation
-    return run_fsdp(folder, *overrides, code=0, **env).stdout
+    return run_fsdp(folder, *overrides, code=code, script=script, **env).stdout
 
 
 @pytest.mark.slow
@@ -348,6 +350,15 @@ def test_restart_resumes_whatever_resume_is(value: str, two_steps: Path, tmp_pat
     started = attempt(1, tmp_path, "max_steps=4", f"resume={resume}", launch="b")
     assert ", step 4\n" not in started
     assert list((tmp_path / "runs" / "test").glob("before-*"))
+
+
+def test_restart_is_not_of_an_earlier_start_with_the_same_id(tmp_path: Path) -> None:
+    """As torchrun calls all starts "none" without --rdzv-id; the first attempt fails early."""
+    attempt(0, tmp_path, "max_steps=2", "resume=fresh")
+    fail = "from lm.training import parallelize; parallelize.initialize_parameters = None\n"
+    attempt(0, tmp_path, "max_steps=2", "resume=fresh", code=1, script=fail)
+    assert "resumed from" not in attempt(1, tmp_path, "max_steps=2", "resume=fresh")
+    assert len(list((tmp_path / "runs" / "test").glob("before-*"))) == 1
 
 
 @pytest.mark.slow
