@@ -18,10 +18,9 @@ byte. Text without spaces between words is encoded in one piece.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ from lm.fileio import home_path, write_durably
 from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
 from lm.storage.folder import drafted, writing
+from lm.transformers_config import Kernels
 from lm.units import format_count
 
 
@@ -74,7 +74,9 @@ def read_records_of_run(args: argparse.Namespace) -> _Input:
     from lm.config.reading import load_hyperparameters  # imports PyTorch
     from lm.hf.weights import model_defaults
 
-    defaults = functools.partial(model_defaults, needs_weights=False)
+    def defaults(source: str, _kernels: Kernels) -> Mapping[str, Any]:
+        return model_defaults(source, needs_weights=False)  # of kernels that may not be here
+
     hp = load_hyperparameters(args.config, args.input, defaults)
     if hp.data.dataset != "jsonl":
         problem = f"{hp.data.dataset}: --config prepares records, with dataset: jsonl"

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, Field
 
 from lm.fields import Config, Fixed, Logged
 from lm.model_config import LinearLayers, ModelConfig, VocabSize
 
-PackedBy = Literal["position_ids", "attention_mask", "seq_idx"]
+PackedBy = Literal["position_ids", "attention_mask", "seq_idx", "cu_seq_lens"]
 """Ways of telling a class which tokens of a row are of one document, by the argument that each adds
 to those before: positions, which start again; masks, for classes that make theirs without them;
-numbers of documents, for linear attention and convolutions, which lm.delta_rule computes then."""
+numbers of documents, for linear attention and convolutions, which lm.delta_rule computes then;
+where documents start, for kernels of other packages."""
 
 Attention = Literal["documents", "class"]
 """What computes attention: lm.attention, which skips other documents, or the class, by masks."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a run computes a class with, where it is not the code of this project."""
+
+    attention: str | None = None
+    """`attn_implementation`"""
+    amp_dtype: str | None = "auto"
+
+
+OWN_KERNELS = Kernels()
 
 
 class LongestRow(BaseModel, frozen=True, extra="forbid"):
@@ -37,7 +51,8 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     packing: bool
     """Documents in one row, told apart as `packed_by` says, are computed as each alone."""
     packed_by: PackedBy = "position_ids"
-    attention: Attention = "class"
+    attention: str = "class"
+    """one of `Attention`, or the `attn_implementation` of the run"""
     cache: bool
     """Its cache gives the logits of complete sequences."""
     bfloat16: bool = True
@@ -67,6 +82,11 @@ class Examined(BaseModel, frozen=True, extra="forbid"):
     """of PyTorch and transformers"""
     details: dict[str, str] = {}
     """what was found of each property that does not hold"""
+
+    @property
+    def numbers_documents(self) -> bool:
+        """Whether layers get the numbers of documents, see `PackedBy`."""
+        return self.packed_by in ("seq_idx", "cu_seq_lens")
 
 
 class ExpertMatrices(LinearLayers, frozen=True):
@@ -126,6 +146,13 @@ class TransformersConfig(Config, frozen=True):
     def model_type(self) -> str:
         """The name of the class in transformers, e.g. "lfm2"."""
         return str(self.transformers_config.get("model_type"))
+
+    @property
+    def name(self) -> str:
+        """What errors call it: its class, and the kernels with which alone something is wrong."""
+        if self.examined.attention in get_args(Attention):
+            return self.model_type
+        return f"{self.model_type} with attn_implementation: {self.examined.attention}"
 
     @property
     def context_length(self) -> int:

@@ -37,7 +37,6 @@ from lm.errors import ConfigError
 from lm.model_config import MAX_LAYERS, MAX_SIZE
 from lm.transformers_config import (
     AnyModelConfig,
-    Attention,
     TransformersConfig,
     set_random_rates,
 )
@@ -89,7 +88,7 @@ class TransformersModel(nn.Module):
         self.loss = ChunkedLoss()
         self._accepted = inspect.signature(self.network.forward).parameters.keys()
         self._ties = _find_ties(self.network)
-        if config.examined.packed_by == "seq_idx":
+        if config.examined.numbers_documents:
             for module in self.network.modules():
                 _use_our_operators(type(module).__module__)
         for name, parameter in self.network.named_parameters():
@@ -154,8 +153,9 @@ class TransformersModel(nn.Module):
         """Return the arguments of the network without a cache, see `forward`."""
         options: dict[str, Any] = {}
         packed_by = self.config.examined.packed_by
+        numbers_documents = self.config.examined.numbers_documents
         if document_ids is None:
-            if packed_by == "seq_idx":  # one document per sequence, also by our operators
+            if numbers_documents:  # one document per sequence, also by our operators
                 options["seq_idx"] = torch.zeros_like(tokens)
             return options
         indices = torch.arange(document_ids.shape[1], device=tokens.device)
@@ -165,8 +165,10 @@ class TransformersModel(nn.Module):
             options["position_ids"] = position_ids
         if packed_by != "position_ids":
             options["attention_mask"] = self._make_masks(position_ids)
-        if packed_by == "seq_idx":
+        if numbers_documents:
             options["seq_idx"] = document_starts
+        if packed_by == "cu_seq_lens":
+            options |= _find_lengths(position_ids)
         if part is not None:
             options["position_ids"] = part.take(position_ids)
             masks = self._make_masks(position_ids)
@@ -249,7 +251,7 @@ class TransformersModel(nn.Module):
         if dtype is None:
             return set()
         also: tuple[str, ...] = ()
-        if self.config.examined.packed_by == "seq_idx":
+        if self.config.examined.numbers_documents:
             also = _DECAYS
         return transformers_private.find_kept_in_float32(self.network, dtype, also)
 
@@ -270,6 +272,20 @@ class TransformersModel(nn.Module):
         for target, source in self._ties:
             setattr(target.module, target.name, getattr(source.module, source.name))
         return self
+
+
+def _find_lengths(position_ids: Tensor) -> dict[str, Any]:
+    """Return where documents start in all rows together, as flash attention is called with."""
+    from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+    (starts, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
+    n_tokens = int(longest)
+    return {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": n_tokens,
+        "max_length_k": n_tokens,
+    }
 
 
 def _masks_of(part: SequencePart, masks: Any, position_ids: Tensor) -> Any:
@@ -455,14 +471,17 @@ def quiet(level: int = logging.WARNING) -> Iterator[None]:
 
 
 def build_network(
-    config: PreTrainedConfig, *, attention: Attention = "class", on_meta: bool = True
+    config: PreTrainedConfig, *, attention: str = "class", on_meta: bool = True
 ) -> PreTrainedModel:
     """Return the causal language model of `config`.
 
     Args:
-        attention: what computes it.
+        attention: what computes it, see `Examined`.
         on_meta: have its parameters on the meta device. Its buffers have values in any case, e.g.
             rotary frequencies, as its class computes them.
+
+    Raises:
+        ConfigError: transformers refuses the config, or the class `attention`.
     """
     place = parameters_on_meta() if on_meta else nullcontext()
     auto = _import_transformers().AutoModelForCausalLM
@@ -470,8 +489,13 @@ def build_network(
     if attention == "documents":
         transformers_attention.register()
         options["attn_implementation"] = transformers_attention.NAME
+    elif attention != "class":
+        options["attn_implementation"] = attention
     with place, torch.device("cpu"), quiet(), one_line_errors(config.model_type):
         network = auto.from_config(copy.deepcopy(config), **options)
+    computed_by = transformers_private.attention_of(network)
+    if attention not in ("class", "documents", computed_by):
+        raise ConfigError(f"{config.model_type}: {computed_by} computes its attention instead")
     for module in network.modules():
         _use_own_code(type(module).__module__)
     return network

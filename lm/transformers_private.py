@@ -64,6 +64,14 @@ def names_of_blocks(network: PreTrainedModel) -> set[str]:
     return set(network._no_split_modules or ())
 
 
+def attention_of(network: PreTrainedModel) -> str | None:
+    """Return the name of what computes attention, which can be another one than was asked for.
+
+    Until a class refuses what it replaces by something else.
+    """
+    return network.config._attn_implementation
+
+
 def mark_as_initialized(parameter: nn.Parameter) -> None:
     """Let no values be drawn for a parameter: on the meta device, that takes most of the time.
 

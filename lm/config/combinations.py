@@ -96,7 +96,7 @@ def _find_problems_of_context(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
         problem = f"{n_ranks} ranks divide a sequence into {2 * n_ranks} pieces"
         yield key, f"{problem}, but max_seq_len is {hp.model.max_seq_len}; use fewer ranks"
     if not isinstance(hp.model, ModelConfig) and not hp.model.examined.context_parallel:
-        problem = f"{hp.model.model_type} computes parts of sequences otherwise"
+        problem = f"{hp.model.name} computes parts of sequences otherwise"
         yield key, f"{problem}; use 1"
 
 
@@ -154,8 +154,11 @@ def _find_problems_of_adapters(hp: Hyperparameters) -> Iterator[tuple[str, str]]
 def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     """Yield keys that do not fit to a model of transformers, with the reason and the remedy."""
     if isinstance(hp.model, ModelConfig):
+        if hp.parallel.attn_implementation is not None:
+            problem = "is for models of transformers, which init_from names"
+            yield "attn_implementation", f"{problem}; remove it"
         return
-    kind = hp.model.model_type
+    kind = hp.model.name
     examined = hp.model.examined
     if not hp.data.attend_across_documents and not examined.packing:
         problem = f"false, but {kind} does not keep documents of one sequence apart"

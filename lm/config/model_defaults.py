@@ -13,13 +13,32 @@ from lm.config.wording import as_argument, show
 from lm.errors import ConfigError
 from lm.launch.console import warn
 from lm.model_config import ModelConfig
-from lm.transformers_config import AnyModelConfig, TransformersConfig, model_config
+from lm.transformers_config import (
+    OWN_KERNELS,
+    AnyModelConfig,
+    Kernels,
+    TransformersConfig,
+    model_config,
+)
 
-ModelDefaults = Callable[[str], Mapping[str, Any]]
+ModelDefaults = Callable[[str, Kernels], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
 
 A plan, which needs no tokenizer, leaves it out. Empty if the model is not on this disk.
 """
+
+
+def read_model_defaults(draft: Draft, defaults: ModelDefaults) -> Mapping[str, Any]:
+    """Return the hyperparameters that the model of `init_from` sets, {} without one."""
+    source = draft.values.get("init_from")
+    if not isinstance(source, str):
+        return {}
+    attention = draft.values.get("attn_implementation")
+    amp_dtype = draft.values.get("amp_dtype", "auto")
+    kernels = OWN_KERNELS
+    if isinstance(attention, str) and amp_dtype in (None, "auto", "bfloat16", "float16"):
+        kernels = Kernels(attention, amp_dtype)
+    return defaults(source, kernels)
 
 
 def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
@@ -88,11 +107,11 @@ def _check_model_of_transformers(
     if model.examined.packing or given.get("dataset") != "jsonl":
         return
     if given.get("packing") is True:
-        problem = f"true, but {model.model_type} does not keep samples of one sequence apart"
+        problem = f"true, but {model.name} does not keep samples of one sequence apart"
         draft.refuse("packing", f"{problem}; remove packing")
     elif "packing" not in given:
         warn(
-            f"packing: false, as {model.model_type} does not keep samples of one sequence apart:"
+            f"packing: false, as {model.name} does not keep samples of one sequence apart:"
             " rows are padded instead"
         )
         draft.set("packing", False, f"init_from: {source}: packing")

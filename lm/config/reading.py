@@ -13,6 +13,7 @@ from lm.config.model_defaults import (
     ModelDefaults,
     apply_model_defaults,
     model_of,
+    read_model_defaults,
     warn_of_long_sequences,
 )
 from lm.config.validation import validate, validate_parts
@@ -66,8 +67,8 @@ def read_hyperparameters(
     for warning in draft.warnings:
         warn(warning)
     its_keys: Mapping[str, Any] = {}
-    if defaults is not None and isinstance(draft.values.get("init_from"), str):
-        its_keys = defaults(draft.values["init_from"])
+    if defaults is not None:
+        its_keys = read_model_defaults(draft, defaults)
         apply_model_defaults(draft, its_keys)
 
     hp = validate(draft)

@@ -179,7 +179,7 @@ def load_merged_model(
         ConfigError: the tensors differ from the model's, or the base of adapters is not found.
     """
     manifest = read_manifest(directory)
-    config = model_of(directory, manifest)
+    config = weights.with_kernels(model_of(directory, manifest))
     opened: Path | None = None
     if manifest.base is not None:
         opened = open_base(manifest.base, base_dir)  # its files are as large as the manifest says
@@ -212,7 +212,7 @@ def load_trained_model(
     Args and Raises: see `load_merged_model`.
     """
     manifest = read_manifest(directory)
-    config = model_of(directory, manifest)
+    config = weights.with_kernels(model_of(directory, manifest))
     adapters = lora_config(directory, manifest, config)
     if manifest.base is None or adapters.base_dtype is None:
         return load_merged_model(directory, device, base_dir, dtype)  # which computes the same

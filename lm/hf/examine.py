@@ -27,6 +27,10 @@ than a second, each question by the class's own forward and as a run would:
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
 turned off.
 
+What depends on kernels is asked again where a run names those of others (`attn_implementation`): on
+its device, in its dtype, and of two rows. No answer is exact in 16 bits: what is computed may be a
+few times as far from float32 as what the class itself computes in them.
+
 What a class does otherwise for longer sequences is asked, too: every integer of a config that acts
 on positions, such as the length beyond which rotary frequencies change, is less than the longest
 document, and more than others. If a class needs a larger one to be exact, rows must not be longer
@@ -40,8 +44,10 @@ import copy
 import dataclasses
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +61,7 @@ from torch import Tensor, nn
 
 from lm.attention import SequencePart
 from lm.context import ContextGroup, gather_rows
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix
 from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.small_config import (
     POSITIONS_OF,
@@ -67,16 +73,21 @@ from lm.hf.small_config import (
     with_value,
 )
 from lm.launch.console import warn
+from lm.launch.launch import Launch
 from lm.launch.requirements import requires
 from lm.program import describe_packages, describe_program
+from lm.runtime.rendezvous import choose_device
 from lm.storage.cache import cached, remembered
 from lm.training import four_bits, lora, parallelize
 from lm.training.float8 import convert_to_float8, find_layers
 from lm.training.lora import LoraConfig
+from lm.training.precision import best_dtype
 from lm.training.roles import is_selector, measure_sizes
 from lm.transformers_config import (
+    OWN_KERNELS,
     Attention,
     Examined,
+    Kernels,
     LongestRow,
     PackedBy,
     TransformersConfig,
@@ -112,7 +123,7 @@ _DOCUMENTS = (20, 9, 13)
 _LONG = 16
 """tokens, less than the longest document and more than the others: what lengths are cut to"""
 _SEED = 7
-_MASKS: Mapping[Attention, str] = {"documents": "", "class": ", with masks of all pairs"}
+_MASKS: Mapping[str, str] = {"documents": "", "class": ", with masks of all pairs"}
 _NO_ADAPTERS = LoraConfig.model_validate({})
 
 Question = Literal[
@@ -143,6 +154,17 @@ _NEEDED: Mapping[Question, str] = {
 """Without which a class is refused -> why."""
 _OF_LENGTHS: Set[Question] = {"determinism", "causality", "padding", "packing", "gradients"}
 """What may hold of rows up to a length only."""
+_OF_KERNELS: Set[Question] = {
+    "causality",
+    "padding",
+    "packing",
+    "full_recomputation",
+    "selective_recomputation",
+    "context_parallel",
+    "cache",
+    "compilation",
+}
+"""What is asked of the kernels of other packages."""
 _PACKAGES = ("torch", "transformers")
 _OTHER_PACKAGES = (
     "torchao",
@@ -161,6 +183,7 @@ class Finding(BaseModel, frozen=True):
     holds: bool
     detail: str = ""
     """what was found, at least if it does not hold"""
+    is_computed: bool = True
 
 
 class Limit(BaseModel, frozen=True):
@@ -182,7 +205,8 @@ class Examination(BaseModel, frozen=True):
     """up to one without which the class is refused"""
     packed_by: PackedBy
     """how documents are told apart, if packing holds"""
-    attention: Attention
+    attention: str
+    """see `Examined`"""
     untrained: list[str]
     """parameters that get no gradient, as `without_numbers` names them"""
     limits: list[Limit] = []
@@ -192,31 +216,22 @@ class Examination(BaseModel, frozen=True):
 
     def examined(self, values: Mapping[str, Any]) -> Examined:
         """Return what a run of a model with the complete config `values` depends on."""
-        longest = min(self._longest_rows(values), key=lambda row: row.n_tokens, default=None)
+        holds: dict[str, Any] = {}
+        details: dict[str, str] = {}
+        for question, finding in self.findings.items():
+            if question in Examined.model_fields:
+                holds[question] = finding.holds
+            if not finding.holds:
+                details[question] = finding.detail
         return Examined(
-            longest_row=longest,
-            hidden_states=self.findings["hidden_states"].holds,
-            packing=self.findings["packing"].holds,
+            longest_row=min(self._longest_rows(values), key=lambda row: row.n_tokens, default=None),
             packed_by=self.packed_by,
             attention=self.attention,
-            cache=self.findings["cache"].holds,
-            bfloat16=self.findings["bfloat16"].holds,
-            full_recomputation=self.findings["full_recomputation"].holds,
-            selective_recomputation=self.findings["selective_recomputation"].holds,
-            context_parallel=self.findings["context_parallel"].holds,
-            lora=self.findings["lora"].holds,
-            nf4=self.findings["nf4"].holds,
-            experts=self.findings["experts"].holds,
-            float8=self.findings["float8"].holds,
-            compilation=self.findings["compilation"].holds,
             untrained=self.untrained,
             class_name=self.class_name,
             versions=describe_packages(_PACKAGES),
-            details={
-                question: finding.detail
-                for question, finding in self.findings.items()
-                if not finding.holds
-            },
+            details=details,
+            **holds,
         )
 
     def _longest_rows(self, values: Mapping[str, Any]) -> Iterator[LongestRow]:
@@ -229,11 +244,16 @@ class Examination(BaseModel, frozen=True):
 
     def refusals(self) -> list[str]:
         """Return why the class cannot be trained exactly; [] if it can."""
+        computed = self.class_name
+        if self.attention not in get_args(Attention):
+            computed = f"attn_implementation: {self.attention}: {self.class_name}"
         reasons: list[str] = []
         for question, problem in _NEEDED.items():
             finding = self.findings.get(question)
             if finding is not None and not finding.holds:
-                reasons.append(f"{self.class_name}: {problem} ({finding.detail})")
+                if not finding.is_computed:
+                    problem = "cannot be computed"
+                reasons.append(f"{computed}: {problem} ({finding.detail})")
         return reasons
 
     def describe(self) -> list[str]:
@@ -249,20 +269,73 @@ class Examination(BaseModel, frozen=True):
         return lines
 
 
-def examine(values: Mapping[str, Any]) -> Examination:
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Computation:
+    """How the models that are asked compute."""
+
+    device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32
+    attention: str | None = None
+    """its `attn_implementation`; None = each way of `Attention` is tried"""
+
+    @classmethod
+    def of_run(cls, kernels: Kernels) -> _Computation | None:
+        """Return what a run computes with `kernels`; None = nothing that exact answers leave open.
+
+        Raises:
+            ConfigError: they are code of the Hub.
+        """
+        if kernels.attention is None:
+            return None
+        if "/" in kernels.attention:
+            problem = f"attn_implementation: {kernels.attention}: code of the Hub is never run"
+            raise ConfigError(f"{problem}; use kernels of an installed package, or null")
+        device = choose_device(Launch.from_env(os.environ))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dtype = None
+        if kernels.amp_dtype == "auto":
+            dtype = best_dtype(device)
+        elif kernels.amp_dtype is not None:
+            dtype = getattr(torch, kernels.amp_dtype)
+        return cls(device, dtype or torch.float32, kernels.attention)
+
+    def facts(self) -> Mapping[str, str | None]:
+        """Return what answers depend on."""
+        device = self.device.type
+        if device == "cuda":
+            device = torch.cuda.get_device_name(self.device)
+        return {"device": device, "dtype": str(self.dtype), "attention": self.attention}
+
+
+_EXACT = _Computation()
+_IN_BFLOAT16 = _Computation(dtype=torch.bfloat16)
+
+
+def examine(values: Mapping[str, Any], kernels: Kernels = OWN_KERNELS) -> Examination:
     """Return the answers for the class of the complete config `values`, from the cache if possible.
 
     Models of a class that differ in sizes have the same small one, and so the same answers.
 
     Raises:
-        ConfigError: no small model of it can be built, or it fails.
+        ConfigError: no small model of it can be built, or it fails; or transformers has no such
+            kernels for it.
     """
     model_type = values.get("model_type")
     program = describe_program(__name__, [*_PACKAGES, *_OTHER_PACKAGES])
+    of_run = _Computation.of_run(kernels)
+    if of_run is not None:
+        with error_prefix(f"attn_implementation: {kernels.attention}"):
+            build_network(read_config(values), attention=str(kernels.attention))
     problems: list[str] = []
     for config in small_configs(values, _derived_sizes(values)):
-        facts = {"program": program, "examination": config}
-        entry = cached(facts, partial(_write_answers, config))
+        facts: dict[str, Any] = {"program": program, "examination": config}
+        if of_run is not None:
+            facts["kernels"] = of_run.facts()
+        entry = cached(facts, partial(_write_answers, config, of_run))
         answers = _ANSWERS.validate_json((entry / _RESULT).read_bytes())
         if isinstance(answers, Examination):
             return answers
@@ -333,13 +406,13 @@ _ANSWERS = TypeAdapter[Examination | str](Examination | str)
 """What `examination.json` has: a string says why a small model does not compute."""
 
 
-def _write_answers(config: dict[str, Any], directory: Path) -> None:
+def _write_answers(config: dict[str, Any], of_run: _Computation | None, directory: Path) -> None:
     warn(f"examining {config.get('model_type')}: what can be trained exactly with this class")
-    (directory / _RESULT).write_bytes(_ANSWERS.dump_json(_examine(config), indent=1))
+    (directory / _RESULT).write_bytes(_ANSWERS.dump_json(_examine(config, of_run), indent=1))
 
 
 @torch.enable_grad()  # whoever asks first
-def _examine(config: dict[str, Any]) -> Examination | str:
+def _examine(config: dict[str, Any], of_run: _Computation | None) -> Examination | str:
     """Return the answers for the small model of `config`, or why it does not compute."""
     started = time.process_time()
     threads = torch.get_num_threads()
@@ -350,12 +423,18 @@ def _examine(config: dict[str, Any]) -> Examination | str:
         if isinstance(small, str):
             return small
         crossed = _cut_lengths(small)
-        answers = _ask(crossed.small)
+        asked = crossed.small
+        answers = _ask(asked)
         limits: list[Limit] = []
         if answers.holding() != _OF_LENGTHS:
             within, limits = _find_limits(small, crossed.paths, answers.holding())
             if limits:
-                answers = _ask(within)
+                asked = within
+                answers = _ask(asked)
+        if of_run is not None and answers.holding() >= _NEEDED.keys():
+            of_kernels = _ask(asked, _OF_KERNELS, of_run)
+            findings = answers.findings | of_kernels.findings
+            answers = _Answers(findings, of_kernels.way, answers.untrained)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
@@ -514,8 +593,8 @@ def _compare(found: Tensor, expected: Tensor, what: str, least_scale: float = 1e
     return Finding(holds=False, detail=f"{what} differ by {difference:.2g} of up to {scale:.2g}")
 
 
-def _in_bfloat16(network: PreTrainedModel) -> PreTrainedModel:
-    """Return a network as `from_pretrained` leaves it in bfloat16."""
+def _in_16_bits(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a network as `from_pretrained` leaves it in `dtype`."""
     from transformers.utils import logging
 
     hook = logging.set_tqdm_hook(lambda _, args, options: logging.EmptyTqdm(*args, **options))
@@ -525,7 +604,7 @@ def _in_bfloat16(network: PreTrainedModel) -> PreTrainedModel:
                 None,
                 config=copy.deepcopy(network.config),
                 state_dict=network.state_dict(),
-                dtype=torch.bfloat16,
+                dtype=dtype,
             )
     finally:
         logging.set_tqdm_hook(hook)
@@ -557,7 +636,7 @@ def _gradients(network: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
         if parameter.grad is not None:
-            gradients[name] = parameter.grad.clone()
+            gradients[name] = parameter.grad.clone().cpu()
     return gradients
 
 
@@ -577,13 +656,13 @@ def _attempt(question: Callable[[], Finding]) -> Finding:
     try:
         return question()
     except Exception as error:
-        return Finding(holds=False, detail=one_line(error))
+        return Finding(holds=False, detail=one_line(error), is_computed=False)
 
 
 class _Way(NamedTuple):
     """How a class is called; see `Examined`."""
 
-    attention: Attention
+    attention: str
     packed_by: PackedBy
 
 
@@ -603,11 +682,13 @@ class _Answers(NamedTuple):
         }
 
 
-def _ask(small: _Small, questions: Set[Question] = _QUESTIONS) -> _Answers:
+def _ask(
+    small: _Small, questions: Set[Question] = _QUESTIONS, how: _Computation = _EXACT
+) -> _Answers:
     """Return the answers up to the one that refuses the class; see `_Answers`."""
     findings: dict[Question, Finding] = {}
     findings["hidden_states"] = _attempt(partial(_ask_hidden_states, small.network))
-    exam = _Exam(small, hidden_states=findings["hidden_states"].holds)
+    exam = _Exam(small, how, hidden_states=findings["hidden_states"].holds)
     for question in get_args(Question)[1:]:
         if question not in questions:
             continue
@@ -639,6 +720,17 @@ class _Batch(NamedTuple):
     """of all tokens of the documents, one after the other, among the flattened `tokens`"""
     part: SequencePart | None = None
 
+    def to(self, device: torch.device) -> _Batch:
+        """Return the batch on `device`."""
+        document_ids = self.document_ids
+        if document_ids is not None:
+            document_ids = document_ids.to(device)
+        part = self.part
+        if part is not None:
+            part = part._replace(indices=part.indices.to(device))
+        tokens = self.tokens.to(device)
+        return _Batch(tokens, self.targets.to(device), document_ids, self.places.to(device), part)
+
 
 class _Learned(NamedTuple):
     """What a network computes of all documents."""
@@ -652,12 +744,14 @@ class _Learned(NamedTuple):
 @torch.no_grad()
 def _logits_of_batch(model: TransformersModel, batch: _Batch) -> Tensor:
     """Return the logits of the documents as a run computes them, `(N, V)`."""
+    batch = batch.to(next(model.parameters()).device)
     logits = model(batch.tokens, document_ids=batch.document_ids, part=batch.part)
-    return logits.flatten(0, 1)[batch.places].float()
+    return logits.flatten(0, 1)[batch.places].float().cpu()
 
 
 def _train_on_batch(model: TransformersModel, batch: _Batch) -> Gradients:
     """Return the gradients of the loss as a run computes it."""
+    batch = batch.to(next(model.parameters()).device)
     loss = model(batch.tokens, batch.targets, batch.document_ids, part=batch.part)
     return _gradients(model.network, loss)
 
@@ -665,11 +759,20 @@ def _train_on_batch(model: TransformersModel, batch: _Batch) -> Gradients:
 class _Exam:
     """The questions about a class, as a run would use it."""
 
-    def __init__(self, small: _Small, *, hidden_states: bool, seed: int = 0) -> None:
+    def __init__(
+        self, small: _Small, how: _Computation = _EXACT, *, hidden_states: bool, seed: int = 0
+    ) -> None:
         self.small = small
+        self.how = how
         self.hidden_states = hidden_states
         self.sizes = measure_sizes(small.network)
-        self.documents = [_tokens(length, seed + i) for i, length in enumerate(_DOCUMENTS)]
+        self.attentions: Sequence[str] = get_args(Attention)
+        self.n_rows = 1
+        if how.attention is not None:
+            self.attentions = [how.attention]
+            self.n_rows = 2  # some kernels keep documents apart in a single row alone
+        self.lengths = _DOCUMENTS * self.n_rows
+        self.documents = [_tokens(length, seed + i) for i, length in enumerate(self.lengths)]
 
     def build(
         self,
@@ -709,13 +812,15 @@ class _Exam:
         )
         with torch.device("meta"):
             model = lora.add_adapters(TransformersModel(config), adapters, None)
-        model.to_empty(device="cpu")
+        model.to_empty(device=self.how.device)
         tensors = model.network.state_dict()
         for name, tensor in self.small.network.state_dict().items():
             if tensors[name].shape == tensor.shape:
                 tensors[name].copy_(tensor)
             else:
                 tensors[name].copy_(four_bits.quantize_nf4(tensor))
+        if self.how.dtype != torch.float32:
+            convert_weights(model, self.how.dtype)  # FSDP gathers them so
         return model.train()
 
     @cached_property
@@ -747,23 +852,29 @@ class _Exam:
     @cached_property
     def padded(self) -> _Batch:
         """Each document in a row."""
-        shape = (len(_DOCUMENTS), max(_DOCUMENTS))
-        is_token = torch.arange(shape[1]) < torch.tensor(_DOCUMENTS)[:, None]
+        shape = (len(self.lengths), max(self.lengths))
+        is_token = torch.arange(shape[1]) < torch.tensor(self.lengths)[:, None]
         tokens = torch.zeros(shape, dtype=torch.int64)
-        tokens[is_token] = self.packed.tokens[0]
+        tokens[is_token] = self.packed.tokens.flatten()
         targets = torch.full_like(tokens, IGNORE_INDEX)
-        targets[is_token] = self.packed.targets[0]
+        targets[is_token] = self.packed.targets.flatten()
         return _Batch(tokens, targets, None, is_token.flatten().nonzero()[:, 0])
 
     @cached_property
     def packed(self) -> _Batch:
-        """All documents in one row."""
-        tokens = torch.cat(self.documents, dim=1)
-        lengths = torch.tensor(_DOCUMENTS)
-        document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        """All documents, several in a row."""
+        tokens = torch.cat(self.documents, dim=1)[0]
+        lengths = torch.tensor(self.lengths)
+        document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         targets = tokens.roll(-1)
-        targets[0, lengths.cumsum(0) - 1] = IGNORE_INDEX
-        return _Batch(tokens, targets, document_ids, torch.arange(tokens.shape[1]))
+        targets[lengths.cumsum(0) - 1] = IGNORE_INDEX
+        shape = (self.n_rows, -1)
+        return _Batch(
+            tokens=tokens.view(shape),
+            targets=targets.view(shape),
+            document_ids=document_ids.view(shape),
+            places=torch.arange(len(tokens)),
+        )
 
     @property
     def divided(self) -> _Batch:
@@ -807,9 +918,9 @@ class _Exam:
         document = self.documents[0]
         changed = document.clone()
         changed[:, 15:] = _tokens(document.shape[1] - 15, seed=9)
-        with torch.no_grad():
-            logits = self.model(changed)
-        return _compare(logits[0, :15], self.alone.logits[:15], "logits of earlier tokens")
+        batch = _Batch(changed, changed, None, torch.arange(15))
+        logits = _logits_of_batch(self.model, batch)
+        return self._compare_logits(logits, self.alone.logits[:15], "logits of earlier tokens")
 
     def padding(self) -> Finding:
         return self._compare_batch(self.model, self.padded)
@@ -823,7 +934,7 @@ class _Exam:
         for way, finding in self._packings.items():
             if finding.holds:
                 return way
-        ways = [_Way(attention, "position_ids") for attention in get_args(Attention)]
+        ways = [_Way(attention, "position_ids") for attention in self.attentions]
         for way in ways[:-1]:
             if self._attempt_batch(way, self.padded).holds:
                 return way
@@ -833,12 +944,14 @@ class _Exam:
     def _packings(self) -> dict[_Way, Finding]:
         """What was found of each way that was tried: all up to one that is right."""
         tried: dict[_Way, Finding] = {}
-        for way in itertools.starmap(
-            _Way, itertools.product(get_args(Attention), get_args(PackedBy))
-        ):
+        arguments: Sequence[PackedBy] = get_args(PackedBy)
+        if self.how.attention is None:
+            arguments = arguments[:-1]  # no kernels of others are called
+        for way in itertools.starmap(_Way, itertools.product(self.attentions, arguments)):
             finding = self._attempt_batch(way, self.packed)
             if finding.holds:
-                finding = Finding(holds=True, detail=f"by {way.packed_by}{_MASKS[way.attention]}")
+                masks = _MASKS.get(way.attention, f", with {way.attention}")
+                finding = Finding(holds=True, detail=f"by {way.packed_by}{masks}")
             tried[way] = finding
             if finding.holds:
                 break
@@ -850,10 +963,30 @@ class _Exam:
 
     def _compare_batch(self, model: TransformersModel, batch: _Batch) -> Finding:
         """Return whether `model` computes the documents of a batch as each alone."""
-        finding = _compare(_logits_of_batch(model, batch), self.alone.logits, "logits")
+        logits = _logits_of_batch(model, batch)
+        finding = self._compare_logits(logits, self.alone.logits, "logits")
         if not finding.holds:
             return finding
-        return _compare_gradients(_train_on_batch(model, batch), self.alone.gradients)
+        return self._compare_gradients(_train_on_batch(model, batch), self.alone.gradients)
+
+    def _compare_logits(self, found: Tensor, expected: Tensor, what: str = "logits") -> Finding:
+        if self.how.dtype == torch.float32:
+            return _compare(found, expected, what)
+        return self._bound({"logits": _distance({"": found}, {"": expected})})
+
+    def _compare_gradients(self, found: Gradients, expected: Gradients) -> Finding:
+        if self.how.dtype == torch.float32:
+            return _compare_gradients(found, expected)
+        return self._bound({"gradients": _distance(found, expected)})
+
+    def _bound(self, ours: Mapping[str, float], farthest: float = _FARTHER) -> Finding:
+        """Return whether distances are not much more than those of what the class computes."""
+        theirs = self._distances_of_class
+        shown = [f"{what} {ours[what]:.2g} (class {theirs[what]:.2g})" for what in ours]
+        return Finding(
+            holds=all(ours[what] <= farthest * theirs[what] for what in ours),  # not if NaN
+            detail=f"{FROM_FLOAT32}{', '.join(shown)}",
+        )
 
     def gradients(self) -> Finding:
         unexpected = [name for name in self.untrained if not is_selector(name)]
@@ -869,35 +1002,34 @@ class _Exam:
             return Finding(holds=False, detail="no linear layer of its blocks can be converted")
         return self._ask_rounded(in_float8=True)
 
+    @cached_property
+    def _in_bfloat16(self) -> list[_Exam]:
+        """Of two sets of tokens, as rounding may give one of the first another expert."""
+        build = partial(_Exam, self.small, _IN_BFLOAT16, hidden_states=self.hidden_states)
+        return [build(), build(seed=10)]
+
     def _ask_rounded(self, *, in_float8: bool) -> Finding:
-        finding = self._compare_rounded(in_float8)
+        first, second = self._in_bfloat16
+        finding = first._compare_rounded(self, in_float8)
         if finding.holds:
             return finding
-        # Other tokens, as rounding may have given one of these another expert.
-        others = _Exam(self.small, hidden_states=self.hidden_states, seed=10)
-        return others._compare_rounded(in_float8)
+        return second._compare_rounded(self, in_float8)
 
-    def _compare_rounded(self, in_float8: bool) -> Finding:
-        model = self.build()
-        convert_weights(model, torch.bfloat16)  # FSDP gathers them so
+    def _compare_rounded(self, exact: _Exam, in_float8: bool) -> Finding:
+        model = self.build(way=exact.way)
         farthest = _FARTHER
         if in_float8:
             convert_to_float8(model, "tensorwise", on_gpu=False, shards=None)
             farthest = _FARTHER_IN_FLOAT8
-        logits = _logits_of_batch(model, self.batch)
-        gradients = _train_on_batch(model, self.batch)
-        ours = self._distances(_Learned(logits, gradients))
-        theirs = self._distances_of_class
-        shown = [f"{what} {ours[what]:.2g} (class {theirs[what]:.2g})" for what in ours]
-        return Finding(
-            holds=all(ours[what] <= farthest * theirs[what] for what in ours),  # not if NaN
-            detail=f"{FROM_FLOAT32}{', '.join(shown)}",
-        )
+        batch = self.packed if exact.packing().holds else self.padded
+        logits = _logits_of_batch(model, batch)
+        found = _Learned(logits, _train_on_batch(model, batch))
+        return self._bound(self._distances(found), farthest)
 
     @cached_property
     def _distances_of_class(self) -> Mapping[str, float]:
-        """How far what the class itself computes in bfloat16 is from float32."""
-        return self._distances(self._learn(_in_bfloat16(self.small.network)))
+        """How far what the class itself computes in 16 bits is from float32."""
+        return self._distances(self._learn(_in_16_bits(self.small.network, self.how.dtype)))
 
     def _distances(self, found: _Learned) -> dict[str, float]:
         return {
@@ -917,7 +1049,7 @@ class _Exam:
     def _compare_recomputed(self, mode: Literal["selective", "full"]) -> Finding:
         model = self._build_random()
         parallelize.apply_activation_checkpointing(model, mode)
-        return _compare_gradients(self._random_gradients(model), self._gradients_unchanged)
+        return self._compare_gradients(self._random_gradients(model), self._gradients_unchanged)
 
     @cached_property
     def _gradients_unchanged(self) -> Gradients:
@@ -938,19 +1070,20 @@ class _Exam:
         parallelize.compile_blocks(model, trace)
         try:
             with quiet():  # the compiler warns of what it does itself
-                return _compare_gradients(_train_on_batch(model, self.batch), self.alone.gradients)
+                gradients = _train_on_batch(model, self.batch)
+                return self._compare_gradients(gradients, self.alone.gradients)
         finally:
             torch.compiler.reset()
 
     def cache(self) -> Finding:
         model = self.build().eval()
-        tokens = torch.cat([_tokens(5, seed=3), _tokens(5, seed=4)])
+        tokens = torch.cat([_tokens(5, seed=3), _tokens(5, seed=4)]).to(self.how.device)
         cache = model.new_cache(32)
         rest = tokens
         with torch.no_grad():
             for _ in range(20):
                 logits = model(rest, cache=cache)
-                finding = _compare(logits, model(tokens)[:, -1], "logits")
+                finding = self._compare_logits(logits, model(tokens)[:, -1])
                 if not finding.holds:
                     return finding
                 rest = logits.argmax(dim=-1, keepdim=True)

@@ -9,8 +9,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -47,7 +48,14 @@ from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import four_bits, lora
 from lm.training.roles import measure_sizes
-from lm.transformers_config import AnyModelConfig, TransformersConfig
+from lm.transformers_config import (
+    OWN_KERNELS,
+    AnyModelConfig,
+    Attention,
+    Examined,
+    Kernels,
+    TransformersConfig,
+)
 from lm.transformers_model import (
     AnyModel,
     TransformersModel,
@@ -114,7 +122,7 @@ def find_complete_source(source: str) -> Path:
     return find_source(source, ["*"], but_not=[f"*{suffix}" for suffix in WEIGHT_SUFFIXES])
 
 
-def read_structure(directory: Path) -> TransformersConfig:
+def read_structure(directory: Path, kernels: Kernels = OWN_KERNELS) -> TransformersConfig:
     """Return the examined model of transformers that the config.json in `directory` describes.
 
     Raises:
@@ -123,7 +131,7 @@ def read_structure(directory: Path) -> TransformersConfig:
     path = directory / MODEL_CONFIG
     raw = read_object(path)
     with error_prefix(str(path)):
-        return examined_config(raw)
+        return examined_config(raw, kernels)
 
 
 def read_config(source: str) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def read_config(source: str) -> dict[str, Any]:
     return read_object(find_source(source, _STRUCTURE_FILES) / MODEL_CONFIG)
 
 
-def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
+def examined_config(raw: Mapping[str, Any], kernels: Kernels = OWN_KERNELS) -> TransformersConfig:
     """Return the model of transformers that the content of a config.json describes, examined.
 
     Raises:
@@ -148,10 +156,7 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
             if not 0 < length <= MAX_SIZE:
                 raise ConfigError(f"{key}: {length} is not between 1 and {MAX_SIZE}")
             break
-    examination = examine(values)
-    refusals = examination.refusals()
-    if refusals:
-        raise ConfigError(*refusals)
+    examined = _examine(values, kernels)
     whole = examine_whole(raw)
     if not whole.holds:
         problem = f"does not compute the logits of its language model, {values['model_type']}"
@@ -159,7 +164,6 @@ def examined_config(raw: Mapping[str, Any]) -> TransformersConfig:
             f"model_type: {raw['model_type']} {problem} ({whole.detail}): exported, it would not "
             "compute what was trained; start from a directory of the language model alone"
         )
-    examined = examination.examined(values)
     if examined.longest_row is not None:
         length = min(length, examined.longest_row.n_tokens)
     with one_line_errors(str(values["model_type"])):
@@ -177,10 +181,39 @@ DEFAULT_LENGTH = 2048
 """tokens of models that do not limit them"""
 
 
-def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]:
+def _examine(values: Mapping[str, Any], kernels: Kernels) -> Examined:
+    examination = examine(values, kernels)
+    in_bfloat16 = examination.findings.get("bfloat16")
+    if kernels.amp_dtype == "auto" and in_bfloat16 is not None and not in_bfloat16.holds:
+        # It is computed in float32.
+        examination = examine(values, replace(kernels, amp_dtype=None))
+    refusals = examination.refusals()
+    if refusals:
+        raise ConfigError(*refusals)
+    return examination.examined(values)
+
+
+def with_kernels(config: AnyModelConfig, kernels: Kernels = OWN_KERNELS) -> AnyModelConfig:
+    """Return the model of a checkpoint, to be computed with `kernels`, not those of its run.
+
+    Raises:
+        ConfigError: its class cannot be trained exactly with them.
+    """
+    if not isinstance(config, TransformersConfig):
+        return config
+    if config.examined.attention in get_args(Attention) and kernels.attention is None:
+        return config
+    examined = _examine(config.transformers_config, kernels)
+    return config.model_copy(update={"examined": examined})
+
+
+def model_defaults(
+    source: str, kernels: Kernels = OWN_KERNELS, *, needs_weights: bool = True
+) -> dict[str, Any]:
     """Return the hyperparameters that the model `source` sets, {} if it is not on this disk.
 
     Args:
+        kernels: with which the run computes it.
         needs_weights: whether a directory must have weights, which are checked; those on the Hub
             are downloaded and checked where they are loaded. If not, a tokenizer may be missing,
             too, and is left out.
@@ -195,7 +228,7 @@ def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]
         has_weights = needs_weights and Path(source).is_dir()
         if has_weights:
             check_layers(directory)
-        config = read_structure(directory)
+        config = read_structure(directory, kernels)
         if has_weights:
             open_weights(directory)
         its_tokenizer = None
@@ -208,6 +241,7 @@ def model_defaults(source: str, *, needs_weights: bool = True) -> dict[str, Any]
             config = model_of(directory, manifest)
         except RunError:
             return {}  # who loads it says why; a run that resumes does not need it
+        config = with_kernels(config, kernels)
         if isinstance(config, TransformersConfig):  # a checkpoint has dequantized weights
             config = config.model_copy(update={"quantized_as": None})
         its_tokenizer = None

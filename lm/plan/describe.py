@@ -30,6 +30,7 @@ from lm.plan import fit
 from lm.plan.gpus import GPUS_PER_NODE
 from lm.training import parallelize
 from lm.training.precision import choose_dtype
+from lm.transformers_config import Kernels
 from lm.units import format_bytes, format_count, format_parameters
 
 MAX_GPUS = 1024
@@ -51,7 +52,7 @@ def load_with(args: argparse.Namespace, settings: Mapping[str, str]) -> Hyperpar
     return round_up_batch(hp, hp.parallel.dp_size(args.gpus))
 
 
-def _read_start(init_from: str) -> Mapping[str, Any]:
+def _read_start(init_from: str, _kernels: Kernels) -> Mapping[str, Any]:
     """Return the hyperparameters of the model `init_from`; if it is not here, say what suffices."""
     if Path(init_from).exists():
         return weights.model_defaults(init_from, needs_weights=False)

@@ -534,6 +534,12 @@ class ParallelConfig(Config, frozen=True):
         description="compile the blocks and the loss; auto = on GPUs and for float8",
         json_schema_extra={"aliases": ["torch_compile", "compile.enable"]},
     )
+    attn_implementation: Logged[str | None] = Field(
+        None,
+        description="kernels that compute the attention of a model of transformers, by the name"
+        " that it has there: sdpa, eager, flex_attention, flash_attention_2, ...; null = those of"
+        " this project",
+    )
     deterministic: Logged[bool] = Field(
         False,
         description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower"
