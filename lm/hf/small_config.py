@@ -34,7 +34,6 @@ _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_blocks
 _WIDTHS = {
     "attention_hidden_size": 64,
     "d_model": 64,
-    "dim": 64,
     "emb_dim": 64,
     "embedding_dim": 64,
     "embedding_size": 64,
@@ -49,7 +48,6 @@ _WIDTHS = {
     "ffn_hidden_size": 96,
     "intermediate_size": 96,
     "intermediate_size_mlp": 96,
-    "mlp_dim": 96,
     "moe_intermediate_size": 96,
     "moe_shared_expert_intermediate_size": 96,
     "n_inner": 96,
@@ -57,11 +55,9 @@ _WIDTHS = {
     "shared_intermediate_size": 96,
     "hidden_size_per_layer_input": 16,
     "head_dim": 16,
-    "global_head_dim": 16,
     "swa_head_dim": 32,
     "kv_channels": 16,
     "v_head_dim": 16,
-    "swa_v_head_dim": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "qk_head_dim": 32,
@@ -109,11 +105,9 @@ _HEADS = (
 )
 _KV_HEADS = (
     "num_key_value_heads",
-    "n_kv_heads",
     "kv_n_heads",
     "num_kv_heads",
     "swa_num_key_value_heads",
-    "num_global_key_value_heads",
 )
 """of all layers, or of some"""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -222,7 +216,7 @@ def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
     for of_layers in lists:
         of_layers[:] = [of_layers[layer] for layer in kept]
     for indices, value in small.items():
-        if indices.endswith(("_layer_indices", "_layers_idx")):
+        if indices.endswith("_layer_indices"):
             small[indices] = [1] if value is None or value else value
     per_layer = small.get("per_layer_config")
     if isinstance(per_layer, dict):
@@ -234,7 +228,7 @@ def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
         }
     if n_shared:
         small["num_kv_shared_layers"] = sum(layer >= n_layers - n_shared for layer in kept)
-    for first in ("first_k_dense_replace", "num_dense_layers", "n_dense_layers"):
+    for first in ("first_k_dense_replace", "num_dense_layers"):
         if isinstance(small.get(first), int):
             small[first] = min(small[first], 1)
     for key in _LAYERS:
@@ -245,7 +239,7 @@ def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
 def _cut_periods(small: dict[str, Any]) -> None:
     """Let what happens every so many layers happen within the first four."""
     for key, value in small.items():
-        is_period = key.endswith(("_interval", "_period", "_freq", "_frequency", "_pattern"))
+        is_period = key.endswith(("_interval", "_period", "_pattern"))
         if is_period and isinstance(value, int) and value > 2:
             small[key] = 2
             offset = key.rpartition("_")[0] + "_offset"
@@ -318,7 +312,7 @@ def _cut_experts(small: dict[str, Any]) -> None:
             small[key] = _at_most(value, 4)
         elif key in (*_EXPERTS_PER_TOKEN, *_EXPERT_GROUPS, "zero_expert_num"):
             small[key] = _at_most(value, 2)
-        elif key in ("topk_group", "num_limited_groups"):
+        elif key == "topk_group":
             small[key] = _at_most(value, 1)
 
 
