@@ -100,12 +100,12 @@ class StreamPosition(TypedDict, total=False):
     """documents before the block, over all epochs"""
     dataset: dict[str, Any] | None
     """of the `datasets` library, at the start of the block; None = the start of an epoch"""
-    digest: str | None
-    """of the documents in the block; None = they were not read yet"""
-    document: _Count
-    """in the shuffled block"""
+    digest: str
+    """of the documents in the block"""
     token: _Count
-    """of the document"""
+    """of those in the block, in the order in which they are shuffled"""
+    documents: _Count
+    """that were read, over all epochs; how many, if some are empty, is not exact"""
     skip: _Count
     """documents that are skipped first"""
 

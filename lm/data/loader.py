@@ -315,7 +315,7 @@ def resume_streams(
         return StreamState(streams[first : first + workers], saved[0].turn % workers), None
     n_read = 0
     for stream in streams:
-        n_read += stream.get("skip", 0) + stream.get("read", 0) + stream.get("document", 0)
+        n_read += stream.get("documents", stream.get("skip", 0))
     skip = n_read // n_streams
     change = f"{len(streams)} over all ranks in the checkpoint, {n_streams} now"
     note = f"data_workers: {change}: each worker resumes after {skip} documents of its share"

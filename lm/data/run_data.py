@@ -584,10 +584,7 @@ def _open_stream(
         dp_size,
         config.data_workers,
     )
-    notes: list[str] = []
-    if train.note is not None:
-        notes.append(train.note)
-    return Data(train, validation, tokenizer, notes)
+    return Data(train, validation, tokenizer)
 
 
 def _open_held_out_documents(

@@ -3,8 +3,8 @@
 Each worker of each rank has its own stream, a share of the dataset that the `datasets` library
 splits. Documents are shuffled within blocks, end with an end-of-text token, and are cut into
 windows; a window's last target is the next window's first input. The state of a stream is the
-position of the next window: block, document in the block, token in the document. A resumed stream
-therefore reads one block again, instead of saving a shuffle buffer, and resumes at the exact token.
+position of the next window: block, and token in the block. A resumed stream therefore reads one
+block again, instead of saving a shuffle buffer, and resumes at the exact token.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.blocks import is_compressed
 from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
-from lm.data.files import check_path, find_files, find_saved_dataset
+from lm.data.files import find_files
 from lm.data.record_fields import check_text, fill
+from lm.data.signatures import check_pointer
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker
-from lm.errors import ConfigError, error_prefix, error_text, oserror_as_config_error
+from lm.errors import ConfigError, error_text, oserror_as_config_error
 from lm.launch.requirements import requires
 from lm.seeds import derive_seed
-from lm.units import format_count
 
 if TYPE_CHECKING:
     from datasets import IterableDataset as Documents
@@ -51,7 +50,8 @@ _END_BYTES = 1 << 16
 def is_local(where: str) -> bool:
     """Return whether `where` names local files and not a dataset on the hub."""
     is_glob = any(sign in where for sign in "*?[")
-    return Path(where).exists() or is_glob or where.startswith((".", "/", "~"))
+    is_path = where.startswith((".", "/", "~")) or "://" in where
+    return is_path or is_glob or Path(where).exists()
 
 
 @oserror_as_config_error
@@ -78,8 +78,6 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     if local and name is not None:
         problem = f"{name} is of a dataset on the hub, and {where} is local"
         raise ConfigError(f"hf_config: {problem}; remove it")
-    if not local:
-        check_path(where, key)
     try:
         if local:
             return _open_local_documents(where, key)
@@ -88,14 +86,10 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     except ConfigError:
         raise
     except Exception as error:  # each format and each file system raises its own
-        problem = f"{key}: {where}: cannot be opened"
-        if local:
-            raise ConfigError(f"{problem}: {error_text(error)}") from None
-        if os.environ.get("HF_HUB_OFFLINE"):
-            problem += " (HF_HUB_OFFLINE is set)"
         download = f"hf download {where} --repo-type dataset --local-dir DIRECTORY"
         advice = f"run on a machine with network access: {download}, then set {key}=DIRECTORY/..."
-        raise ConfigError(f"{problem}: {error_text(error)}; {advice}") from None
+        problem = f"{key}: {where}: cannot be opened: {error_text(error)}"
+        raise ConfigError(f"{problem}; {advice}") from None
 
 
 def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
@@ -103,27 +97,13 @@ def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
     formats = {format_of(file) for file in files}
     (name, *others) = formats
     if others or name is None or name not in STREAMED:
-        raise ConfigError(f"{key}: {where}: {_why_not_streamed(files)}")
-    fingerprint = _files_fingerprint(files)
-    if name in ("text", "csv"):
-        # In a checkpoint whose stream `datasets` read from such files, documents are others.
-        fingerprint += f", read as {name} by this package"
-    with error_prefix(key):
-        return stream_records(files, name), fingerprint
-
-
-def _why_not_streamed(files: Sequence[Path]) -> str:
-    saved = find_saved_dataset(files)
-    if saved is not None:
-        problem = "a directory of save_to_disk contains more than data"
-        return f"{problem}; choose its data by a glob, e.g. '{saved / 'data-*.arrow'}'"
-    found: set[str] = set()
+        known = ", ".join(itertools.chain.from_iterable(STREAMED.values()))
+        found = ", ".join(sorted({file.suffix for file in files}))
+        problem = f"{key}: {where}: files must have one format of {known}; found {found}"
+        raise ConfigError(f"{problem}; choose one by a glob")
     for file in files:
-        n_suffixes = 2 if is_compressed(file) else 1
-        found.add("".join(file.suffixes[-n_suffixes:]) or "a name without suffix")
-    known = ", ".join(itertools.chain.from_iterable(STREAMED.values()))
-    problem = f"files must have one format of {known}; found {', '.join(sorted(found))}"
-    return f"{problem}; choose one by a glob"
+        check_pointer(file)
+    return stream_records(files, name), _files_fingerprint(files)
 
 
 def _files_fingerprint(files: Sequence[Path]) -> str:
@@ -151,7 +131,7 @@ def first_tokens(
     errors. `text_source` is a key of their records, or a template of keys.
     """
     texts = (_document_text(record, text_source, i) for i, record in enumerate(documents))
-    tokenized = _tokenize_documents(filter(None, texts), tokenizer, check)
+    tokenized = _tokenize_documents(texts, tokenizer, check)
     tokens = itertools.chain.from_iterable(ids.tolist() for ids in tokenized)
     try:
         return np.fromiter(itertools.islice(tokens, count), np.int64)
@@ -180,8 +160,8 @@ def _document_text(record: Mapping[str, Any], text_source: str, number: int) -> 
 def _tokenize_documents(
     texts: Iterable[str], tokenizer: Tokenizer, check: ByteCheck | None = None
 ) -> Iterator[NDArray[np.uint32]]:
-    """Yield the tokens of each text, with an end-of-text token, once."""
-    remaining = iter(texts)
+    """Yield the tokens of each text that is not empty, with an end-of-text token, once."""
+    remaining = filter(None, texts)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_PER_CALL)):
         for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
             if check is not None:
@@ -196,40 +176,6 @@ class Window(NamedTuple):
     """shape (seq_len + 1,)"""
     state: StreamPosition
     """where the next window starts"""
-
-
-class _BlockStart(NamedTuple):
-    """Where a block of documents starts."""
-
-    number: int
-    """of the block, counted over all epochs"""
-    n_read: int
-    """documents before the block, over all epochs"""
-    dataset_state: dict[str, Any] | None
-    """of the `datasets` library; None = the start of an epoch"""
-    digest: str | None = None
-    """of the documents in the block; None = they were not read yet"""
-
-
-class _Document(NamedTuple):
-    """The rest of a document, which no window holds yet."""
-
-    block: _BlockStart
-    number: int
-    """in the shuffled block"""
-    token: int
-    """number of its first token in the document"""
-    ids: NDArray[np.uint32]
-
-    def position(self) -> StreamPosition:
-        return {
-            "block": self.block.number,
-            "read": self.block.n_read,
-            "dataset": self.block.dataset_state,
-            "digest": self.block.digest,
-            "document": self.number,
-            "token": self.token,
-        }
 
 
 @dataclass
@@ -265,83 +211,82 @@ class TokenStream:
             raise ConfigError(problem, rank_local=True) from None
 
     def _windows(self) -> Iterator[Window]:
-        pending: deque[_Document] = deque()
-        ids = np.empty(0, np.int64)  # of the pending documents
-        for document in self._tokenized_documents():
-            ids = np.concatenate([ids, document.ids], dtype=np.int64)
-            pending.append(document)
-            while len(ids) > self.seq_len:
-                window_ids = ids[: self.seq_len + 1]
-                ids = ids[self.seq_len :]
-                _drop_tokens(pending, self.seq_len)
-                yield Window(window_ids, pending[0].position())
+        ids = np.empty(0, np.int64)  # that no window holds yet but as its last target
+        first = 0  # number of the first of them, from the block on where the stream was resumed
+        start = self.state.get("token", 0)
+        blocks: deque[tuple[int, StreamPosition]] = deque()  # those of `ids`, by their first token
+        for position, texts in self._blocks():
+            blocks.append((first + len(ids), position))
+            for n_documents, document in enumerate(_tokenize_documents(texts, self.tokenizer), 1):
+                ids = np.concatenate([ids, document], dtype=np.int64)
+                n_resumed = min(max(start - first, 0), len(ids))
+                ids = ids[n_resumed:]
+                first += n_resumed
+                while len(ids) > self.seq_len:
+                    window_ids = ids[: self.seq_len + 1]
+                    ids = ids[self.seq_len :]
+                    first += self.seq_len
+                    while len(blocks) > 1 and blocks[1][0] <= first:
+                        blocks.popleft()
+                    block_start, block = blocks[0]
+                    n_read = position.get("read", 0) + n_documents
+                    token = first - block_start
+                    yield Window(window_ids, {**block, "token": token, "documents": n_read})
 
-    def _tokenized_documents(self) -> Iterator[_Document]:
-        """Yield the documents, the first one from where the stream was resumed.
-
-        Empty documents are left out.
-        """
-        first_document = self.state.get("document", 0)
-        first_token = self.state.get("token", 0)
-        saved_digest = self.state.get("digest")
-        for start, texts in self._blocks():
-            block = start._replace(digest=_digest(texts))
-            if saved_digest not in (None, block.digest):
-                raise ConfigError(_other_documents(block.n_read, len(texts)))
-            saved_digest = None
-            if self.seed is not None:
-                seed = derive_seed("stream", self.seed, self.number, block.number)
-                permutation = np.random.default_rng(seed).permutation(len(texts))
-                texts = [texts[i] for i in permutation]
-            tokenized = _tokenize_documents(texts[first_document:], self.tokenizer)
-            for number, ids in enumerate(tokenized, first_document):
-                if texts[number]:
-                    yield _Document(block, number, first_token, ids[first_token:])
-                first_token = 0
-            first_document = 0
-
-    def _blocks(self) -> Iterator[tuple[_BlockStart, list[str]]]:
-        """Yield the start of each block, and its documents, epoch after epoch."""
-        block = _BlockStart(
-            self.state.get("block", 0), self.state.get("read", 0), self.state.get("dataset")
-        )
+    def _blocks(self) -> Iterator[tuple[StreamPosition, list[str]]]:
+        """Yield the start of each block, and its documents in their order, epoch after epoch."""
+        number = self.state.get("block", 0)
+        n_read = self.state.get("read", 0)
+        dataset_state = self.state.get("dataset")
         n_to_skip = self.state.get("skip", 0)
+        saved_digest = self.state.get("digest")
         while True:
             # A dataset that loaded a state would start each epoch there: each epoch has a copy.
             documents = copy.deepcopy(self.documents)
-            if block.dataset_state is not None:
-                documents.load_state_dict(copy.deepcopy(block.dataset_state))
+            if dataset_state is not None:
+                documents.load_state_dict(copy.deepcopy(dataset_state))
             records = iter(documents)
             n_skipped = sum(1 for _ in itertools.islice(records, n_to_skip))
             if n_skipped > 0:
                 n_to_skip -= n_skipped
-                n_read = block.n_read + n_skipped
-                block = _BlockStart(block.number, n_read, documents.state_dict())
-            is_epoch = block.dataset_state is None
+                n_read += n_skipped
+                dataset_state = documents.state_dict()
+            is_epoch = dataset_state is None
             has_text = False
-            first_state = None
-            texts: list[str] = []
-            for count, record in enumerate(records):
-                if count == 0:
-                    first_state = documents.state_dict()
-                elif count == 1 and documents.state_dict() == first_state:
+            while texts := self._read_texts(records, n_read):
+                has_text = has_text or any(texts)
+                digest = _digest(texts)
+                if saved_digest not in (None, digest):
+                    raise ConfigError(_other_documents(n_read, len(texts)))
+                saved_digest = None
+                next_state = documents.state_dict()
+                if next_state == dataset_state:
                     raise ConfigError(_standing_position())
-                number = block.n_read + len(texts)
-                texts.append(_document_text(record, self.text_source, number))
-                has_text = has_text or texts[-1] != ""
-                if len(texts) == self.block_size:
-                    n_read = block.n_read + len(texts)
-                    next_block = _BlockStart(block.number + 1, n_read, documents.state_dict())
-                    yield block, texts
-                    block = next_block
-                    texts = []
-            if texts:
-                yield block, texts
-            n_read = block.n_read + len(texts)
+                position: StreamPosition = {
+                    "block": number,
+                    "read": n_read,
+                    "dataset": dataset_state,
+                    "digest": digest,
+                }
+                yield position, self._shuffled(texts, number)
+                number += 1
+                n_read += len(texts)
+                dataset_state = next_state
             if is_epoch and not has_text:
                 problem = "a worker's share of the dataset has no text"
                 raise ConfigError(f"data_workers: {problem}; lower data_workers, or add files")
-            block = _BlockStart(block.number + 1, n_read, dataset_state=None)
+            dataset_state = None
+
+    def _read_texts(self, records: Iterator[Mapping[str, Any]], n_read: int) -> list[str]:
+        block = itertools.islice(records, self.block_size)
+        numbered = enumerate(block, n_read)
+        return [_document_text(record, self.text_source, number) for number, record in numbered]
+
+    def _shuffled(self, texts: list[str], block: int) -> list[str]:
+        if self.seed is None:
+            return texts
+        rng = np.random.default_rng(derive_seed("stream", self.seed, self.number, block))
+        return [texts[i] for i in rng.permutation(len(texts))]
 
 
 def _digest(texts: Sequence[str]) -> str:
@@ -349,7 +294,7 @@ def _digest(texts: Sequence[str]) -> str:
 
 
 def _standing_position() -> str:
-    problem = f"datasets {_library_version()} reports one position after two documents"
+    problem = f"datasets {_library_version()} reports one position before and after documents"
     reason = "a checkpoint of it would read documents again"
     return f"{problem}, so that {reason}; install another version, e.g. pip install -U datasets"
 
@@ -364,14 +309,6 @@ def _library_version() -> str:
     import datasets
 
     return datasets.__version__
-
-
-def _drop_tokens(pending: deque[_Document], count: int) -> None:
-    """Drop the first `count` tokens, of more."""
-    while len(pending[0].ids) <= count:
-        count -= len(pending.popleft().ids)
-    first = pending[0]
-    pending[0] = first._replace(token=first.token + count, ids=first.ids[count:])
 
 
 class StreamedSource:
@@ -407,13 +344,6 @@ class StreamedSource:
             share = split_dataset_by_node(stream.documents, number, n_streams)
             self._streams.append(replace(stream, documents=share, number=number))
         self.initial_stream_state = StreamState([{} for _ in self._streams])
-        self.note: str | None = None
-        n_files = stream.documents.num_shards
-        if n_files % n_streams != 0:
-            workers_of_all = format_count(n_streams, "data worker")
-            problem = f"{format_count(n_files, 'file')} for {workers_of_all} over all ranks"
-            advice = f"each worker reads all files; a multiple of {n_streams} files is faster"
-            self.note = f"train_data: {problem}: {advice}"
 
     def fingerprint(self) -> str:
         return self._fingerprint

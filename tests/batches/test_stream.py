@@ -171,19 +171,19 @@ class Library:
 
 @pytest.mark.parametrize(
     ("fault", "session", "part"),
-    [("stands", 2, "one position after two documents"), ("lags", 3, "documents 16 to 23 differ")],
+    [("stands", 2, "one position before and after"), ("lags", 3, "documents 16 to 23 differ")],
 )
 def test_stream_whose_library_resumes_elsewhere_is_refused(
     fault: str, session: int, part: str
 ) -> None:
     state: StreamPosition = {}
     for _ in range(session - 1):
-        stream = TokenStream(Library(fault), "text", BYTES, SEQ_LEN, 1, block_size=8, state=state)  # type: ignore[arg-type]
+        stream = TokenStream(Library(fault), "text", BYTES, SEQ_LEN, 1, block_size=8, state=state)  # type: ignore
         for item in itertools.islice(stream, 18):
             state = json.loads(json.dumps(item.state))
-    stream = TokenStream(Library(fault), "text", BYTES, SEQ_LEN, 1, block_size=8, state=state)  # type: ignore[arg-type]
+    stream = TokenStream(Library(fault), "text", BYTES, SEQ_LEN, 1, block_size=8, state=state)  # type: ignore
     with pytest.raises(ConfigError, match=part) as raised:
-        next(iter(stream))
+        deque(itertools.islice(stream, 18), maxlen=0)
     assert f"datasets {datasets.__version__}" in str(raised.value)
 
 
@@ -263,7 +263,7 @@ def test_loader_state_does_not_run_ahead_with_prefetching(folder: Path, by_one: 
 @pytest.mark.slow
 def test_data_workers_resume_with_another_number(folder: Path, by_one: Taken) -> None:
     _, state = by_one[-1]
-    read = state.streams[0].get("read", 0) + state.streams[0].get("document", 0)
+    read = state.streams[0].get("documents", 0)
     assert read > 10
     other, note = resume_streams([state], dp_rank=1, dp_size=2, workers=1)
     assert note is not None
@@ -327,7 +327,6 @@ def test_stream_fingerprint(tmp_path: Path) -> None:
             open_documents(str(tmp_path / "a.txt.gz"), "train_data", "train", None)[1],
         )
     assert first != last
-    assert "read as text by this package" in first  # other documents than those of `datasets`
 
 
 def test_stream_reads_json_lines_or_one_array(
@@ -357,21 +356,12 @@ def test_stream_reads_json_lines_or_one_array(
         first_tokens(documents, "text", BYTES, 100, "val_data")
 
 
-def test_directory_of_save_to_disk_is_named_where_json_lines_are_read(tmp_path: Path) -> None:
-    saved = DatasetDict({"train": Dataset.from_dict({"text": ["a"]})})
-    saved.save_to_disk(tmp_path / "saved")
-    values = {"dataset": "jsonl", "train_data": str(tmp_path / "saved")}
-    table = re.escape(f"load_from_disk('{tmp_path}/saved/train').to_json(")
-    with pytest.raises(ConfigError, match=rf"^train_data: .*save_to_disk .*{table}"):
-        open_data(DataConfig.model_validate(values), 300, SEQ_LEN, 2, 0)
-
-
 @pytest.mark.parametrize(
     ("where", "part"),
     [
         ("/none/*.jsonl", "^train_data: .*'/none/\\*.jsonl'"),
         ("mixed", "^train_data: mixed: .*found .csv, .jsonl"),
-        ("saved", "^train_data: saved: .*save_to_disk.*'saved/train/data-\\*.arrow'"),
+        ("saved", "^train_data: saved: .*found .arrow, .json; choose"),
         ("acme/none", "^train_data: acme/none: .*hf download acme/none "),
     ],
 )
