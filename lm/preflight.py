@@ -22,7 +22,7 @@ from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.store import CheckpointStore
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
-from lm.data.run_data import OPENED_FIRST, Data, check_token_files, open_data
+from lm.data.run_data import Data, open_data
 from lm.data.sampler import SampledSource
 from lm.determined import master
 from lm.determined.search import Searcher
@@ -390,14 +390,11 @@ def preflight(
         dp_size,
         pairs=hp.objective.of_pairs,
     )
-    data: Data | None = None
-    if hp.data.dataset in OPENED_FIRST:
-        data = world.run_in_thread_on_each_node(open_run_data)
+    # The first to open data makes their token files, which can take hours.
+    data = world.run_in_thread_on_each_node(open_run_data)
     with world.all_or_none():
         if data is None:
             data = open_run_data()
-    world.run_in_thread_on_each_node(check_token_files, data.datasets)
-    with world.all_or_none():
         max_steps = _find_length(hp, data, batch_size)
         validation_rate = hp.metrics.validation_rate or hp.metrics.report_rate
         tasks = _read_tasks(hp.tasks, validation_rate, data)

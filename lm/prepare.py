@@ -11,8 +11,8 @@ With --split, the input or `train_data` is a dataset of the Hugging Face Hub, wh
 stream, or with --split train, local files that `dataset: hf` reads.
 DIR receives train.bin, train.ends and train.json, of records train.mask, with --validation-fraction
 also validation.bin and so on, and the tokenizer's files. Documents are read and tokens are written
-in the order of the input; threads encode parts of 128 KB, which takes about 120 bytes of memory per
-byte. Text without spaces between words is encoded in one piece.
+in the order of the input; a thread on each core encodes parts of 128 KB, which takes about 120
+bytes of memory per byte. Text without spaces between words is encoded in one piece.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lm.data import run_data, token_file
+from lm.data import run_data
 from lm.data.documents import FORMATS, bar_of_files, format_of
 from lm.data.files import find_files
 from lm.data.readers import cut_between_words
@@ -37,8 +37,12 @@ from lm.data.token_file import (
     TRAIN,
     VALIDATION,
     SourceRecord,
+    TokenFile,
     TokenIndex,
-    read_index,
+    describe_notes,
+    describe_split,
+    make_source_record,
+    verify_dataset,
 )
 from lm.data.tokenized import (
     RecordOptions,
@@ -51,11 +55,9 @@ from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
 from lm.errors import ConfigError, RunError, command
 from lm.fileio import home_path, write_durably
-from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
 from lm.storage.folder import drafted, writing
 from lm.transformers_config import Kernels
-from lm.units import format_count
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class _Input:
     tokenizer: Tokenizer | None
     """None = it is trained on the text"""
     options: TextOptions | RecordOptions
+    write: Callable[..., list[TokenIndex]]
+    """the token files: `write_text` or `write_records`"""
 
 
 def read_records_of_run(args: argparse.Namespace) -> _Input:
@@ -90,7 +94,8 @@ def read_records_of_run(args: argparse.Namespace) -> _Input:
     holds_out = hp.data.val_data is None
     options = run_data.record_options(hp.data, pairs=hp.objective.of_pairs, holds_out=holds_out)
     options = replace(options, split=args.split, hf_config=args.hf_config)
-    return _Input(files, run_data.load_record_tokenizer(hp.data, hp.model.vocab_size), options)
+    tokenizer = run_data.load_run_tokenizer(hp.data, hp.model.vocab_size)
+    return _Input(files, tokenizer, options, write_records)
 
 
 def read_input(args: argparse.Namespace) -> _Input:
@@ -107,7 +112,7 @@ def read_input(args: argparse.Namespace) -> _Input:
         split=args.split,
         hf_config=args.hf_config,
     )
-    return _Input(files, tokenizer, options)
+    return _Input(files, tokenizer, options, write_text)
 
 
 def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
@@ -121,53 +126,30 @@ def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
         sources = _describe_sources(args, found.files)
         if index.exists() and not args.overwrite:
             return [_check_existing(index, sources, found)]
-        notes: list[str] = []
-        tokenizer = found.tokenizer
-        if tokenizer is None:
-            tokenizer = _train_tokenizer(args, found)
-            if tokenizer.vocab_size != args.train_tokenizer:
-                size = f"{tokenizer.vocab_size} tokens"
-                notes.append(f"the trained tokenizer has {size}: the text contains no more")
-        module = write_records.__module__ if args.config else write_text.__module__
-        made_from = describe_making(module, tokenizer, found.options)
+        tokenizer = found.tokenizer or _train_tokenizer(args, found)
+        made_from = describe_making(found.write.__module__, tokenizer, found.options)
         made_from["input"] = [source.model_dump() for source in sources]
         with drafted(args.out, if_exists="replace", made_from=made_from) as draft:
             for name, content in tokenizer.files.items():
                 write_durably(draft / name, content)
             started = time.monotonic()
-            indexes = _write_tokens(draft, args, found, tokenizer, sources)
+            indexes = found.write(draft, found.files, tokenizer, found.options, sources)
             seconds = time.monotonic() - started
             for path, before in modified.items():
                 if path.stat().st_mtime_ns != before:
                     raise RunError(f"{path}: changed while it was read; run the command again")
     n_tokens = sum(each.tokens for each in indexes)
-    lines = [*notes, f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s"]
-    if indexes[0].options.get("cuts_tails"):
-        share = f"the last {100 * args.validation_fraction:g} % of each is held out"
-        lines.append(f"few documents, or of very different sizes: {share}")
-    lines += token_file.describe_unread_ends(indexes[0])
+    lines = [f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s", *describe_notes(indexes[0])]
     for split, each in zip(found.options.splits, indexes, strict=True):
-        lines.append(token_file.describe_split(args.out / f"{split}.json", each))
+        lines.append(describe_split(args.out / f"{split}.json", each))
     return lines
 
 
 def _describe_sources(args: argparse.Namespace, files: Sequence[Path]) -> list[SourceRecord]:
     if args.split is None:
-        return [token_file.make_source_record(path) for path in files]
+        return [make_source_record(path) for path in files]
     _, fingerprint = open_documents(str(files[0]), "INPUT", args.split, args.hf_config)
     return [SourceRecord(name=fingerprint, bytes=None, crc32c=None)]
-
-
-def _write_tokens(
-    draft: Path,
-    args: argparse.Namespace,
-    found: _Input,
-    tokenizer: Tokenizer,
-    sources: Sequence[SourceRecord],
-) -> list[TokenIndex]:
-    if isinstance(found.options, RecordOptions):
-        return write_records(draft, found.files, tokenizer, found.options, sources)
-    return write_text(draft, found.files, tokenizer, found.options, sources, args.workers)
 
 
 def _check_replaceable(out: Path) -> None:
@@ -188,16 +170,11 @@ def _check_replaceable(out: Path) -> None:
 
 def _check_existing(path: Path, sources: Sequence[SourceRecord], wanted: _Input) -> str:
     """Return a line about the dataset with the index `path`, if it is that of this command."""
-    try:
-        index = read_index(path)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; --overwrite replaces it") from None
-    found: dict[str, Any] = {**index.options, "input": index.sources}
+    index = TokenFile(path).index
+    found: dict[str, Any] = {**index.options, "input": index.sources, "tokenizer": index.tokenizer}
     expected: dict[str, Any] = {"input": list(sources)}
     if wanted.tokenizer is not None:  # else it is trained on the input
-        found |= {"tokenizer": index.tokenizer, "vocab_size": index.vocab_size}
         expected["tokenizer"] = wanted.tokenizer.identity
-        expected["vocab_size"] = wanted.tokenizer.vocab_size
     if isinstance(wanted.options, TextOptions):
         expected |= asdict(wanted.options)
     elif wanted.tokenizer is not None:
@@ -209,7 +186,7 @@ def _check_existing(path: Path, sources: Sequence[SourceRecord], wanted: _Input)
         problem = f"contains another dataset (different: {', '.join(different)})"
         remedy = "choose another directory, or replace it with --overwrite"
         raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
-    return f"{token_file.describe_split(path, index)}: already exists"
+    return f"{describe_split(path, index)}: already exists"
 
 
 def _train_tokenizer(args: argparse.Namespace, found: _Input) -> FileTokenizer:
@@ -271,13 +248,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--split", metavar="NAME", help="the input is this split of a dataset of the Hub")
     add("--hf-config", metavar="NAME", help="configuration of the dataset, e.g. en for C4")
     add("--format", choices=sorted(FORMATS), help="format of all inputs (default: by suffix)")
-    add(
-        "--workers",
-        type=int,
-        default=usable_cores(),
-        metavar="N",
-        help="threads that encode (%(default)s)",
-    )
     add("--overwrite", action="store_true", help="replace the dataset in DIR")
     add(
         "--verify",
@@ -334,8 +304,6 @@ def _find_problems(args: argparse.Namespace) -> list[str]:
         problems.append("--split: pass one INPUT, the name of a dataset")
     if args.split is not None and args.format is not None:
         problems.append("--format: is not read with --split; remove it")
-    if args.workers < 1:
-        problems.append(f"--workers: {args.workers} is less than 1")
     return problems
 
 
@@ -347,44 +315,28 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
     if args.split is not None:
         return [Path(args.input[0])]
     targets: dict[Path, Path] = {}
-    problems: list[str] = []
     for where in args.input:
-        try:
-            for path in find_files(where, "INPUT"):
-                targets.setdefault(path.resolve(), path)
-        except ConfigError as error:
-            problems += error.problems
+        for path in find_files(where, "INPUT"):
+            targets.setdefault(path.resolve(), path)
     out = args.out.resolve()
-    files: list[Path] = []
-    for target, path in targets.items():
-        if target.parent != out:
-            files.append(path)
-    if targets and not files:
-        remedy = "pass the files to encode"
-        problems.append(f"INPUT: contains only the files of --out, {args.out}; {remedy}")
-    unknown: list[Path] = []
+    files = [path for target, path in targets.items() if target.parent != out]
+    if not files:
+        problem = f"contains only the files of --out, {args.out}"
+        raise ConfigError(f"INPUT: {problem}; pass the files to encode")
     with_ids: list[Path] = []
     for path in files:
         name = format_of(path, args.format)
         if name is None:
-            unknown.append(path)
-        elif name == "hdf5":
+            known = ", ".join(itertools.chain.from_iterable(FORMATS.values()))
+            problem = f"{path}: has not the suffix of a format that is read ({known})"
+            raise ConfigError(f"{problem}; choose files by a glob, or their format with --format")
+        if name == "hdf5":
             with_ids.append(path)
-    if with_ids and args.train_tokenizer is not None:
-        problem = "contains ids, no text to train a tokenizer on"
-        problems.append(f"{with_ids[0]}: {problem}; pass --tokenizer")
-    elif with_ids and len(with_ids) + len(unknown) < len(files):
-        problem = "contains ids, other files text; prepare both, and train on both directories"
-        problems.append(f"{with_ids[0]}: {problem}, train_data={{A: 1, B: 1}}")
-    if unknown:
-        known = ", ".join(itertools.chain.from_iterable(FORMATS.values()))
-        share = f"{len(unknown)} of {format_count(len(files), 'file')}"
-        share = f"{share} without a suffix of a known format ({known})"
-        examples = ", ".join(map(str, unknown[:3]))
-        remedy = "choose files by globs, e.g. 'DIRECTORY/**/*.txt', or their format with --format"
-        problems.append(f"INPUT: {share}, e.g. {examples}; {remedy}")
-    if problems:
-        raise ConfigError(*problems[:20])
+    if with_ids:
+        others = len(with_ids) < len(files)
+        if others or args.train_tokenizer is not None or args.validation_fraction > 0:
+            problem = f"{with_ids[0]}: has ids: prepare HDF5 files without others,"
+            raise ConfigError(f"{problem} --train-tokenizer and --validation-fraction")
     return files
 
 
@@ -393,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse_arguments(arguments)
     if args.verify:
-        lines = token_file.verify_dataset(args.verify)
+        lines = verify_dataset(args.verify)
     elif args.config:
         lines = write_dataset(args, read_records_of_run(args))
     else:

@@ -141,7 +141,7 @@ def tokenize(*names: str) -> int:
     def run() -> int:
         for name in names:
             (tokens,) = tokenize_records([Path(name)], ByteTokenizer(), RecordOptions())
-            PackedDataset(tokens, 64, name, packing=True)
+            PackedDataset(tokens, 64, packing=True)
         tokenize_text([Path("in.txt")], ByteTokenizer())
         describe_files([Path("large")])
         return 0

@@ -884,7 +884,8 @@ def test_vocab_size_that_is_set() -> None:
 def test_vocab_size_of_token_files(tmp_path: Path) -> None:
     index = {
         "format": 1,
-        "tokenizer": None,
+        "tokenizer": "bytes",
+        "max_id": 0,
         "tokens": 1,
         "documents": 1,
         "dtype": "uint16",

@@ -7,21 +7,35 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from lm.data.signatures import DECOMPRESSORS, advise_encoding, check_nul, check_pointer, check_start
 from lm.errors import ConfigError
+from lm.fileio import find_pointer
 
 READ_BLOCK_BYTES = 1 << 20
 MAX_EXPANSION = 200
 """By which factor a compressed file can expand: text has 3 to 20, tasks with examples up to 80."""
 FREE_EXPANSION_BYTES = 64 << 20
 """To which any compressed file can expand."""
+TO_UTF8 = (
+    "convert it, e.g. iconv -f UTF-16 -t UTF-8 < FILE > NEW, or if it is not text, choose files of"
+    " text by a glob, e.g. 'DIRECTORY/**/*.txt'"
+)
+"""what to do with a file that is not UTF-8"""
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 """of pyarrow, by suffix"""
 
 
 def is_compressed(path: Path) -> bool:
     """Return whether `path` has the suffix of a compressed file."""
-    return path.suffix.lower() in DECOMPRESSORS
+    return path.suffix.lower() in _CODECS
+
+
+def check_pointer(path: Path) -> None:
+    """Raise ConfigError if `path` is a pointer, as of Git LFS, to what was not downloaded."""
+    with path.open("rb") as file:
+        pointer = find_pointer(file.read(64))
+    if pointer is not None:
+        its_format, remedy = pointer
+        raise ConfigError(f"{path}: {its_format}, not text; {remedy}")
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
@@ -30,32 +44,28 @@ def read_blocks(path: Path) -> Iterator[bytes]:
     They are decompressed, and a byte-order mark is left out.
 
     Raises:
-        ConfigError: the file cannot be read, is of a format that is not text, or expands to more
-            than `MAX_EXPANSION` allows.
+        ConfigError: the file cannot be read, is a pointer, has NUL bytes, or expands to more than
+            `MAX_EXPANSION` allows.
     """
     n_bytes = 0
-    size = 0
     limit = math.inf
     try:
+        check_pointer(path)
         if is_compressed(path):
-            check_pointer(path)
-            size = path.stat().st_size
-            limit = max(MAX_EXPANSION * size, FREE_EXPANSION_BYTES)
+            limit = max(MAX_EXPANSION * path.stat().st_size, FREE_EXPANSION_BYTES)
         for block in _read_raw_blocks(path):
             if n_bytes + len(block) > limit:
-                problem = f"{size:,} bytes expand to more than {limit:,}"
+                problem = f"expands to more than {limit:,} bytes"
                 raise ConfigError(f"{path}: {problem}; if this is right, decompress it first")
-            if n_bytes == 0:
-                check_start(path, block)
-            check_nul(path, block, n_bytes)
+            nul = block.find(0)
+            if nul >= 0:
+                raise ConfigError(f"{path}: byte {n_bytes + nul} is NUL, not text; {TO_UTF8}")
             yield block.removeprefix(codecs.BOM_UTF8) if n_bytes == 0 else block
             n_bytes += len(block)
     except OSError as error:
         problem = error.strerror
         if problem is None:  # of the decompressor
             problem = f"{error}; download or compress it again"
-            if n_bytes == 0:
-                problem += f", or if it is not compressed, rename it to {path.stem}"
         raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {problem}") from None
 
 
@@ -80,7 +90,7 @@ def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         problem = f"byte {offset + error.start} is not UTF-8"
-        raise ConfigError(f"{path}: {problem}; {advise_encoding(path, content)}") from None
+        raise ConfigError(f"{path}: {problem}; {TO_UTF8}") from None
 
 
 def read_text_blocks(path: Path) -> Iterator[str]:

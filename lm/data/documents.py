@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import csv
-import glob
 import io
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lm.data.blocks import decode_utf8, is_compressed, read_line_blocks, read_text_blocks
+from lm.data.blocks import (
+    check_pointer,
+    decode_utf8,
+    is_compressed,
+    read_line_blocks,
+    read_text_blocks,
+)
 from lm.data.json_lines import Record, read_json_lines
 from lm.data.progress import progress_bar
-from lm.data.signatures import check_pointer
-from lm.errors import ConfigError
-from lm.units import format_count
+from lm.errors import ConfigError, error_text
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+    from pyarrow import RecordBatch
     from tqdm import tqdm
 
 FORMATS = {
@@ -36,43 +40,17 @@ FORMATS = {
 _FORMAT_OF_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known}
 STREAMED = {name: suffixes for name, suffixes in FORMATS.items() if name != "hdf5"}
 """those of records"""
-_LIBRARY_FORMATS = ("parquet", "arrow")
-"""formats that the `datasets` library streams"""
 _READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
 """formats that are also read from .gz and .zst files"""
 _MOST_EMPTY_LINES = 1 << 16
 """Bytes of a table in a row. A compressed file of 1 MB can have 200 MB, which take 30 s."""
-_PARQUET_BATCH_ROWS = 1024
-"""With the default of `datasets`, a file without rows is an error."""
-
-
-class _Dialect(NamedTuple):
-    """How a file separates the columns of a table."""
-
-    name: str
-    options: dict[str, Any]
-    """of the standard library's reader"""
-    remedy: str
-    """for text that contains what separates"""
-
-
-_DIALECTS = {
-    "csv": _Dialect("CSV", {"delimiter": ","}, "quote text that contains commas"),
-    "tsv": _Dialect(
-        "TSV",
-        {"delimiter": "\t", "quoting": csv.QUOTE_NONE},
-        "TSV has no quotes: use CSV for text that contains tabs or line breaks",
-    ),
+_ROWS_AT_ONCE = 1024
+"""that are read from a Parquet file"""
+_DIALECTS: dict[str, dict[str, Any]] = {
+    "csv": {},
+    "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},
 }
-
-
-_CSV_PROBLEMS = {
-    "new-line character": "a carriage return without a line feed; if it ends lines, convert them,"
-    " tr '\\r' '\\n' < FILE > NEW, else delete it",
-    "unexpected end of data": "a quote is not closed; close it, or write quotes in text twice",
-    " expected after ": "text after a closing quote; write quotes in text twice",
-}
-"""what it means that the standard library's reader says so of a file"""
+"""of the standard library's reader"""
 
 
 def format_of(path: Path, override: str | None = None) -> str | None:
@@ -89,18 +67,13 @@ def format_of(path: Path, override: str | None = None) -> str | None:
     return name
 
 
-class Table(NamedTuple):
-    """A CSV or TSV file."""
-
-    header: list[str]
-    """empty for an empty file"""
-    rows: Iterator[Record]
-
-
-def read_records(path: Path, name: str) -> Iterator[Record]:
-    """Yield the records of a file of the format `name`, one that this package reads itself.
+def read_records(path: Path, name: str, field: str | None = None) -> Iterator[Record]:
+    """Yield the records of a file of the format `name`, all but HDF5.
 
     A text file is one record, with the key "text".
+
+    Args:
+        field: the key that is read of each record; None = all.
     """
     match name:
         case "text":
@@ -108,54 +81,32 @@ def read_records(path: Path, name: str) -> Iterator[Record]:
             yield Record(str(path), {"text": text}, len(text.encode()))
         case "jsonl":
             yield from read_json_lines(path)
+        case "csv" | "tsv":
+            yield from _read_table(path, name)
         case _:
-            yield from read_table(path, name).rows
+            yield from _read_columns(path, name, field)
 
 
-def read_table(path: Path, name: str) -> Table:
+def _read_table(path: Path, name: str) -> Iterator[Record]:
     """Read with the standard library: it knows line numbers, limits no field, guesses no types."""
-    dialect = _DIALECTS[name]
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(_read_text_lines(path), **dialect.options, strict=True)
-
-    def read_rows() -> Iterator[tuple[str, list[str]]]:
-        try:
-            for row in reader:
-                if row:
-                    yield f"{path}:{reader.line_num}", row
-        except csv.Error as error:
-            problem = f"is not valid {dialect.name}: {_explain(error)}"
-            raise ConfigError(f"{path}:{reader.line_num}: {problem}") from None
-
-    rows = read_rows()
-    place, header = next(rows, (str(path), []))
-    for column, count in Counter(header).items():
-        if column and count > 1:
-            problem = f"has {count} columns {column!r}; rename all but one"
-            raise ConfigError(f"{place}: {problem}")
-    return Table(header, _read_fields(header, rows, dialect))
-
-
-def _explain(error: csv.Error) -> str:
-    message = str(error)
-    for part, explanation in _CSV_PROBLEMS.items():
-        if part in message:
-            return explanation
-    return message
-
-
-def _read_fields(
-    header: list[str], rows: Iterator[tuple[str, list[str]]], dialect: _Dialect
-) -> Iterator[Record]:
-    for place, row in rows:
-        if len(row) != len(header):
-            columns = f"{format_count(len(row), 'column')}, but the header has {len(header)}"
-            remedy = dialect.remedy
-            if len(row) > len(header) and not any(row[len(header) :]):
-                remedy = "name the empty columns at the end in the header, or delete them"
-            raise ConfigError(f"{place}: has {columns}; {remedy}")
-        size = sum(map(len, row))
-        yield Record(place, dict(zip(header, row, strict=True)), size)
+    reader = csv.DictReader(_read_text_lines(path), strict=True, **_DIALECTS[name])
+    try:
+        header = reader.fieldnames or []
+        for column, count in Counter(header).items():
+            if column and count > 1:
+                problem = f"has {count} columns {column!r}; rename all but one"
+                raise ConfigError(f"{path}:{reader.line_num}: {problem}")
+        for row in reader:
+            place = f"{path}:{reader.line_num}"
+            if None in row or None in row.values():  # too many values, or too few
+                problem = f"does not have the columns of the header, {', '.join(header)}"
+                remedy = "quote text that contains what separates them; TSV has no quotes: use CSV"
+                raise ConfigError(f"{place}: {problem}; {remedy}")
+            yield Record(place, row, sum(map(len, row.values())))
+    except csv.Error as error:
+        problem = f"is not valid {name.upper()}: {error}"
+        raise ConfigError(f"{path}:{reader.reader.line_num}: {problem}") from None
 
 
 def _read_text_lines(path: Path) -> Iterator[str]:
@@ -168,23 +119,55 @@ def _read_text_lines(path: Path) -> Iterator[str]:
         offset += len(block)
 
 
-def stream_records(files: Sequence[Path], name: str) -> IterableDataset:
-    """Open files of the format `name`, all but HDF5, as a dataset of records to stream."""
-    from datasets import IterableDataset, load_dataset
+def _read_columns(path: Path, name: str, field: str | None) -> Iterator[Record]:
+    """Yield the rows of a Parquet or Arrow file."""
+    number = 0
+    try:
+        check_pointer(path)
+        with path.open("rb") as file:
+            for batch in _read_batches(file, name, field):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(f"{path}: row {number}", row, batch.nbytes // len(batch))
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        NotImplementedError,
+    ) as error:  # pyarrow's errors are subclasses of these
+        raise ConfigError(f"{path}: cannot be read as {name}: {error_text(error)}") from None
 
-    for file in files:
-        check_pointer(file)
-    if name not in _LIBRARY_FORMATS:
-        # The library's readers name no line, guess types and drop columns.
-        names = [str(file) for file in files]
-        return IterableDataset.from_generator(
-            _read_all_fields, gen_kwargs={"files": names, "name": name}
-        )
-    options: Any = {}
+
+def _read_batches(file: BinaryIO, name: str, field: str | None) -> Iterator[RecordBatch]:
+    """Yield the rows, with the column `field` only, if there is one."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
     if name == "parquet":
-        options["batch_size"] = _PARQUET_BATCH_ROWS
-    patterns = [glob.escape(str(file)) for file in files]
-    return load_dataset(name, data_files=patterns, split="train", streaming=True, **options)
+        opened = parquet.ParquetFile(file)
+        columns = [field] if field in opened.schema_arrow.names else None
+        yield from opened.iter_batches(_ROWS_AT_ONCE, columns=columns)
+        return
+    try:
+        batches = iter(ipc.open_stream(file))  # as `datasets` writes
+    except pyarrow.ArrowInvalid:
+        opened = ipc.open_file(file)
+        batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+    for batch in batches:
+        yield batch.select([field]) if field in batch.schema.names else batch
+
+
+def stream_records(files: Sequence[Path], name: str) -> IterableDataset:
+    """Open files of the format `name`, all but HDF5, as a dataset of records to stream.
+
+    The readers of `datasets` name no line, guess types and drop columns.
+    """
+    from datasets import IterableDataset
+
+    names = [str(file) for file in files]
+    return IterableDataset.from_generator(
+        _read_all_fields, gen_kwargs={"files": names, "name": name}
+    )
 
 
 def _read_all_fields(files: Sequence[str], name: str) -> Iterator[dict[str, Any]]:

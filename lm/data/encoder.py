@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.token_file import END_OF_TEXT
+from lm.data.token_file import END_OF_TEXT, UNREAD_END
 from lm.data.token_writer import TokenChunk
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.errors import error_prefix
@@ -125,8 +125,10 @@ def _encode_chunk(chunk: _TextChunk, tokenizer: Tokenizer) -> TokenChunk:
         n_tokens += len(ids)
     ids = np.concatenate(encoded)
     size = sum(part.size or 0 for part in chunk.parts)
-    n_unread = _count_unread_ends(chunk, tokenizer)
-    return TokenChunk(ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact, n_unread)
+    notes = {UNREAD_END: _count_unread_ends(chunk, tokenizer)}
+    return TokenChunk(
+        ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact, notes=notes
+    )
 
 
 def _count_unread_ends(chunk: _TextChunk, tokenizer: Tokenizer) -> int:

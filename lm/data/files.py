@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-import re
-import shlex
-import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from lm.errors import ConfigError, nearest_file
@@ -18,14 +15,6 @@ TOKENIZING_PACKAGES = ("jinja2", "numpy", "tokenizers", "transformers", "trl")
 """those whose versions the tokens of files depend on"""
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
-_DOWNLOADS = {
-    "s3": "aws s3 cp --recursive {} DIRECTORY",
-    "gs": "gcloud storage cp --recursive {} DIRECTORY",
-    "hf": "hf download OWNER/NAME --repo-type dataset --local-dir DIRECTORY",
-    "http": "wget {}",
-    "https": "wget {}",
-}
-"""commands that download a URL, by its scheme"""
 
 
 def find_files(where: str | None, key: str) -> list[Path]:
@@ -54,48 +43,12 @@ def find_files(where: str | None, key: str) -> list[Path]:
             files = [path for path in map(Path, matches) if _is_file(path)]
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
-    if not files and pattern and root.is_dir():
-        hint = "hidden files and __pycache__ are not read"
-        raise ConfigError(f"{key}: the directory {pattern!r} has no files ({hint}); add text to it")
     if not files:
-        check_path(pattern, key)
-        advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
-        advice += nearest_file(pattern)
-        raise ConfigError(f"{key}: no file found at {pattern!r}; {advice}")
+        rule = "name a file, a directory with files that are not hidden, or a glob"
+        problem = f"{key}: no file found at {pattern!r} in {Path.cwd()}"
+        hint = nearest_file(pattern)
+        raise ConfigError(f"{problem}; {rule}, and download what has a URL first{hint}")
     return sorted(files)
-
-
-def find_saved_dataset(files: Iterable[Path]) -> Path | None:
-    """Return a directory that `save_to_disk` of `datasets` has written, if `files` are of one."""
-    tables = {file.parent for file in files if file.suffix == ".arrow"}
-    states = {file.parent for file in files if file.name == "state.json"}
-    return min(tables & states, default=None)
-
-
-def check_path(where: str, key: str) -> None:
-    """Raise ConfigError if `where`, which does not exist, is a URL or contains a variable."""
-    encoding = sys.getfilesystemencoding()
-    if not where.isascii() and encoding != "utf-8":
-        problem = f"no file found at {where!r}, as {encoding} of this locale encodes it"
-        raise ConfigError(f"{key}: {problem}; set LC_ALL=C.UTF-8")
-    scheme, separator, _ = where.partition("://")
-    if scheme == "file":
-        path = where.removeprefix("file://")
-        raise ConfigError(f"{key}: {where} is a URL; write the path, {path}")
-    if separator:
-        command = _DOWNLOADS.get(scheme, "a command of your storage").format(shlex.quote(where))
-        problem = f"{where} is a URL, but data are read from disk"
-        raise ConfigError(f"{key}: {problem}; download them first, e.g. with {command}")
-    parts = [part.strip("'\"") for part in re.split(r"[\s,]+", where.strip("[]"))]
-    if "," in where or any(Path(part).exists() for part in parts):
-        suffix = Path(parts[0]).suffix or ".txt"
-        several = f"several files are a directory or a glob, e.g. 'DIRECTORY/*{suffix}'"
-        several += "; with dataset: tokens, several directories are {A: 1, B: 1}"
-        raise ConfigError(f"{key}: no file found at {where!r}; {several}")
-    if "$" in where:
-        expanded = os.path.expandvars(where)
-        problem = f"{where}: environment variables are not expanded"
-        raise ConfigError(f"{key}: {problem}; write the path, e.g. {expanded}")
 
 
 def _files_below(

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.data.blocks import read_line_blocks
-from lm.data.signatures import advise_encoding
+from lm.data.blocks import TO_UTF8, read_line_blocks
 from lm.errors import ConfigError
 
 _RULES = "JSON has no comments, no comma before ] or }, and strings only in double quotes"
@@ -89,7 +88,7 @@ def _parse_json(content: bytes, place: str, path: Path) -> Any:
         return load_json(content.decode().rstrip())
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8"
-        raise ConfigError(f"{place}: {problem}; {advise_encoding(path, content)}") from None
+        raise ConfigError(f"{place}: {problem}; {TO_UTF8}") from None
     except json.JSONDecodeError as error:  # whose line number is that within `content`
         where = f"character {error.pos + 1}"
         if error.lineno > 1:  # of an array

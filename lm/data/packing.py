@@ -12,27 +12,21 @@ sequence are truncated, those without targets dropped. With `a b c d .` and `e f
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, insort
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.token_file import TokenFile
-from lm.errors import ConfigError, limit_problems
+from lm.data.token_file import TokenFile, describe_notes
+from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
-from lm.program import describe_program
-from lm.storage.cache import cached
 from lm.units import format_count
 
 _MASK_AT_ONCE = 1 << 20
 """tokens whose mask is read, and more if a document is longer"""
-_COUNTS = "counts.json"
 _DOCUMENT = np.dtype(
     [
         ("start", np.int64),  # its first token in the token file
@@ -48,35 +42,35 @@ class PackedDataset(Dataset):
     """Samples of a token file.
 
     Args:
-        where: what the file was made from, for errors.
         packing: False = one sample in a sequence.
 
     Raises:
         ConfigError: no sample has a target.
     """
 
-    def __init__(self, tokens: TokenFile, seq_len: int, where: str, *, packing: bool) -> None:
-        facts = {
-            "program": describe_program(__name__, ("numpy",)),
-            "kind": "packing",
-            "tokens": tokens.fingerprint(),
-            "pairs": tokens.index.pairs,
-            "seq_len": seq_len,
-            "packing": packing,
-        }
-        directory = cached(facts, lambda draft: _write(draft, tokens, seq_len, where, packing))
-        counts = _Counts(**json.loads((directory / _COUNTS).read_text()))
+    def __init__(self, tokens: TokenFile, seq_len: int, *, packing: bool) -> None:
+        documents = _cut_documents(tokens, seq_len)
+        samples = documents.reshape(-1, 2 if tokens.index.pairs else 1)
+        needed = samples["needed_length"]
+        has_targets = ((needed > 0) & (needed <= samples["length"])).all(axis=1)
+        if not has_targets.any():
+            raise ConfigError(_why_no_samples(samples, seq_len))
+        samples = samples[has_targets]
+        sequences = np.arange(len(samples))
+        if packing:
+            sequences = pack_best_fit(samples["length"].sum(axis=1), seq_len)
         self.tokens = tokens
         self.seq_len = seq_len
-        self.note = _describe(counts, tokens, seq_len)
         self.has_bytes = tokens.index.has_bytes
-        self._order = _Order.load(directory)
+        self._order = _order_samples(samples, sequences)
         self._has_documents = packing
         if tokens.index.pairs:
             self._has_documents = True
             self.has_bytes = False  # of a preference
-            self.n_replies = len(self._order.starts)
-        size = f"{counts.n_samples} samples in {counts.n_sequences} sequences of {seq_len}"
+            self.n_replies = samples.size
+        notes = _describe(samples, len(self), int((~has_targets).sum()), seq_len)
+        self.note = "; ".join([*notes, *describe_notes(tokens.index)])
+        size = f"{len(samples)} samples in {len(self)} sequences of {seq_len}"
         self._fingerprint = f"{size}: {tokens.fingerprint()}"
 
     def __len__(self) -> int:
@@ -112,9 +106,6 @@ class PackedDataset(Dataset):
         return self._fingerprint
 
 
-# ---- the order of documents, computed once
-
-
 @dataclass(frozen=True)
 class _Order:
     """The documents of all sequences, one after the other."""
@@ -128,53 +119,6 @@ class _Order:
     term_counts: NDArray[np.int64]
     """of each sequence: its targets, or pairs"""
 
-    def save(self, directory: Path) -> None:
-        for name, values in vars(self).items():
-            np.save(directory / name, values)
-
-    @classmethod
-    def load(cls, directory: Path) -> _Order:
-        names = [field.name for field in fields(cls)]
-        return cls(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in names))
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """What is said of the samples."""
-
-    n_samples: int
-    n_sequences: int
-    n_tokens: int
-    n_full_tokens: int
-    """before truncation"""
-    n_truncated: int
-    n_dropped: int
-
-
-def _write(directory: Path, tokens: TokenFile, seq_len: int, where: str, packing: bool) -> None:
-    documents = _cut_documents(tokens, seq_len)
-    samples = documents.reshape(-1, 2 if tokens.index.pairs else 1)
-    needed = samples["needed_length"]
-    has_targets = ((needed > 0) & (needed <= samples["length"])).all(axis=1)
-    if not has_targets.any():
-        raise ConfigError(f"{where}: {_why_no_samples(documents, samples, seq_len)}")
-    samples = samples[has_targets]
-    lengths = samples["length"].sum(axis=1)
-    full_lengths = samples["n_inputs"].sum(axis=1)
-    sequences = np.arange(len(samples))
-    if packing:
-        sequences = pack_best_fit(lengths, seq_len)
-    _order_samples(samples, sequences).save(directory)
-    counts = _Counts(
-        n_samples=len(samples),
-        n_sequences=len(np.unique(sequences)),
-        n_tokens=int(lengths.sum()),
-        n_full_tokens=int(full_lengths.sum()),
-        n_truncated=int((full_lengths > lengths).sum()),
-        n_dropped=int((~has_targets).sum()),
-    )
-    (directory / _COUNTS).write_text(json.dumps(asdict(counts)))
-
 
 def _cut_documents(tokens: TokenFile, seq_len: int) -> NDArray[Any]:
     """Return a `_DOCUMENT` for each document of a token file, cut to a sequence.
@@ -182,7 +126,7 @@ def _cut_documents(tokens: TokenFile, seq_len: int) -> NDArray[Any]:
     Those of a pair fit into a sequence together, and are cut at the same length, so that none is
     preferred for it.
     """
-    ends = np.asarray(tokens.ends)
+    ends = tokens.ends
     documents = np.zeros(len(ends), _DOCUMENT)
     documents["start"][1:] = ends[:-1]
     n_inputs = np.maximum(ends - documents["start"] - 1, 0)
@@ -232,38 +176,32 @@ def _order_samples(samples: NDArray[Any], sequences: NDArray[np.int64]) -> _Orde
     )
 
 
-def _describe(counts: _Counts, tokens: TokenFile, seq_len: int) -> str:
-    """Return a line on the samples, on what was truncated and dropped, and on what was read."""
-    padding = 1 - counts.n_tokens / (counts.n_sequences * seq_len)
-    samples = format_count(counts.n_samples, "pair" if tokens.index.pairs else "sample")
-    sequences = format_count(counts.n_sequences, "sequence")
-    note = f"{samples} in {sequences}, {100 * padding:.1f} % padding"
-    if counts.n_truncated > 0:
-        lost = 1 - counts.n_tokens / counts.n_full_tokens
-        note += f"; {counts.n_truncated:,} truncated to max_seq_len {seq_len}"
-        note += f", {100 * lost:.1f} % of the tokens dropped"
-    if counts.n_dropped > 0:
-        note += f"; {counts.n_dropped:,} more dropped"
-        note += f", without targets within max_seq_len {seq_len}"
-    return "; ".join([note, *_describe_notes(tokens.index.notes)])
+def _describe(samples: NDArray[Any], n_sequences: int, n_dropped: int, seq_len: int) -> list[str]:
+    """Return what is said of `samples`, `_DOCUMENT` of shape (samples, 1 or 2)."""
+    lengths = samples["length"].sum(axis=1)
+    full_lengths = samples["n_inputs"].sum(axis=1)
+    n_tokens = lengths.sum()
+    padding = 1 - n_tokens / (n_sequences * seq_len)
+    counted = format_count(len(samples), "sample" if samples.shape[1] == 1 else "pair")
+    sequences = format_count(n_sequences, "sequence")
+    notes = [f"{counted} in {sequences}, {100 * padding:.1f} % padding"]
+    n_truncated = (full_lengths > lengths).sum()
+    if n_truncated > 0:
+        lost = 1 - n_tokens / full_lengths.sum()
+        truncated = f"{n_truncated:,} truncated to max_seq_len {seq_len}"
+        notes.append(f"{truncated}, {100 * lost:.1f} % of the tokens dropped")
+    if n_dropped > 0:
+        notes.append(f"{n_dropped:,} more dropped, without targets within max_seq_len {seq_len}")
+    return notes
 
 
-def _describe_notes(notes: Mapping[str, int]) -> list[str]:
-    """Return a line on each way in which records were read otherwise than they are."""
-    lines: list[str] = []
-    for what, n in notes.items():
-        noun, _, rest = what.partition(" ")
-        lines.append(f"{format_count(n, noun)} {rest}")
-    return limit_problems(lines)
-
-
-def _why_no_samples(documents: NDArray[Any], samples: NDArray[Any], seq_len: int) -> str:
+def _why_no_samples(samples: NDArray[Any], seq_len: int) -> str:
     """Return the problem of samples of which none has targets."""
     n_documents = samples.shape[1]
     needed_length = n_documents * samples["needed_length"].max(axis=1).max()
     if needed_length > 0:
         return f"max_seq_len {seq_len} cuts off all targets; use {needed_length} or more"
-    if (documents["n_inputs"] > 0).any():
+    if (samples["n_inputs"] > 0).any():
         return "no line has targets; add completions, or set loss_on: all"
     return "no line has two tokens, one to predict from the other; add text"
 

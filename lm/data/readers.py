@@ -5,31 +5,28 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.blocks import read_text_blocks
-from lm.data.documents import format_of, read_records, read_table
+from lm.data.blocks import check_pointer, read_text_blocks
+from lm.data.documents import format_of, read_records
 from lm.data.encoder import Document
 from lm.data.json_lines import Record
 from lm.data.record_fields import get_text
-from lm.data.signatures import check_pointer
 from lm.data.stream import read_once
 from lm.data.token_writer import TokenChunk
-from lm.errors import ConfigError, error_text
+from lm.errors import ConfigError, error_prefix
 from lm.launch.requirements import requires
 
 _SPACE = re.compile(r"(?<=\S) (?=\S)")
 IDS_AT_ONCE = 1 << 20
 """that are read from an HDF5 file"""
-_ROWS_AT_ONCE = 1024
-"""that are read from a Parquet file"""
 _FEW_DOCUMENTS = 1000
 """of which the share that is held out by content can be far from the fraction"""
 
@@ -76,21 +73,16 @@ def hold_out(texts: Iterable[Text], fraction: float, from_tail: bool) -> Iterato
 
 
 def _split_text(text: Text, fraction: float) -> Iterator[Text]:
-    """Yield a text without its last `fraction`, then that; each has its share of the bytes."""
+    """Yield a text without its last `fraction`, then that."""
     document = text.document
     n_characters = sum(map(len, text.blocks()))
     n_kept = n_characters - round(n_characters * fraction)
-    kept_size = None
-    rest_size = None
-    if document.size is not None:
-        kept_size = document.size * n_kept // n_characters
-        rest_size = document.size - kept_size
     if n_kept > 0:
-        kept = partial(_cut, text, 0, n_kept)
-        yield Text(replace(document, size=kept_size), kept)
+        yield Text(document, partial(_cut, text, 0, n_kept))
     if n_kept < n_characters:
-        rest = partial(_cut, text, n_kept, n_characters)
-        yield Text(replace(document, size=rest_size, held_out=True), rest)
+        size = None if document.size is None else 0  # the other part has it
+        held_out = replace(document, size=size, held_out=True)
+        yield Text(held_out, partial(_cut, text, n_kept, n_characters))
 
 
 def _cut(text: Text, start: int, stop: int) -> Iterator[str]:
@@ -145,125 +137,55 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
         field: column or key of the text.
     """
     for path in paths:
-        for text in _read_file(path, format_of(path, override), field):
-            if any(text.blocks()):
-                yield text
+        name = format_of(path, override)
+        if name != "text":
+            yield from _read_field(read_records(path, str(name), field), field)
+            continue
+        document = Document("", None, str(path), is_file=True)
+        text = Text(document, partial(read_text_blocks, path))
+        if any(text.blocks()):
+            yield text
 
 
 def read_dataset(where: str, split: str, name: str | None, field: str) -> Iterator[Text]:
-    """Yield the documents of a dataset of the Hub; see `open_documents`."""
-    for number, record in enumerate(read_once(where, "INPUT", split, name)):
-        text = _get_text(record, field, f"{where}: record {number}")
-        if text:
-            yield Text(Document("", len(text), where), partial(iter, (text,)))
-
-
-def _read_file(path: Path, name: str | None, field: str) -> Iterator[Text]:
-    match name:
-        case "text":
-            document = Document("", None, str(path), is_file=True)
-            yield Text(document, partial(read_text_blocks, path))
-        case "jsonl":
-            yield from _read_field(read_records(path, name), field)
-        case "csv" | "tsv":
-            header, rows = read_table(path, name)
-            if header:
-                _check_column(header, field, f"{path}:1")
-            yield from _read_field(rows, field)
-        case _:
-            yield from _read_columns(str(name), path, field)
+    """Yield the documents of a dataset of the Hub, without empty ones; see `open_documents`."""
+    records = enumerate(read_once(where, "INPUT", split, name))
+    read = (Record(f"{where}: record {i}", record, len(str(record))) for i, record in records)
+    yield from _read_field(read, field)
 
 
 def _read_field(records: Iterable[Record], field: str) -> Iterator[Text]:
     for record in records:
-        text = _get_text(record.fields, field, record.place)
-        yield Text(Document("", record.size, record.place), partial(iter, (text,)))
+        with error_prefix(record.place):
+            text = get_text(record.fields, field, "--text-field")
+        if text:
+            yield Text(Document("", record.size, record.place), partial(iter, (text,)))
 
 
-def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
-    try:
-        return get_text(record, field, "--text-field")
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
-
-
-def _check_column(columns: Iterable[str], field: str, place: str) -> None:
-    """Raise ConfigError if there is no column `field`."""
-    _get_text(dict.fromkeys(columns, ""), field, place)
-
-
-def _read_columns(name: str, path: Path, field: str) -> Iterator[Text]:
-    """Yield the values of a column of a Parquet or Arrow file."""
-    check_pointer(path)
-    try:
-        with path.open("rb") as file:
-            table = _open_parquet(file, field) if name == "parquet" else _open_arrow(file)
-            _check_column(table.columns, field, str(path))
-            row = 0
-            for batch in table.batches:
-                for value in batch.column(field).to_pylist():
-                    row += 1
-                    place = f"{path}: row {row}"
-                    text = _get_text({field: value}, field, place)
-                    yield Text(Document("", len(text), place), partial(iter, (text,)))
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        NotImplementedError,
-    ) as error:  # pyarrow's errors are subclasses of these
-        raise ConfigError(f"{path}: cannot be read as {name}: {error_text(error)}") from None
-
-
-class _Table(NamedTuple):
-    columns: Sequence[str]
-    batches: Iterator[Any]
-    """record batches of pyarrow"""
-
-
-def _open_parquet(file: BinaryIO, field: str) -> _Table:
-    from pyarrow import parquet
-
-    opened = parquet.ParquetFile(file)
-    batches = opened.iter_batches(_ROWS_AT_ONCE, columns=[field])
-    return _Table(opened.schema_arrow.names, batches)
-
-
-def _open_arrow(file: BinaryIO) -> _Table:
-    """Open an Arrow file, or a stream, which `datasets` writes."""
-    import pyarrow
-    from pyarrow import ipc
-
-    try:
-        stream = ipc.open_stream(file)
-    except pyarrow.ArrowInvalid:
-        file.seek(0)
-        opened = ipc.open_file(file)
-        batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-        return _Table(opened.schema.names, batches)
-    return _Table(stream.schema.names, iter(stream))
-
-
-def read_ids(path: Path, vocab_size: int, eos_id: int, fraction: float) -> Iterator[TokenChunk]:
+def read_ids(path: Path, vocab_size: int, eos_id: int) -> Iterator[TokenChunk]:
     """Yield the ids in `input_ids` of an HDF5 file: (samples, tokens), all below `vocab_size`.
 
     Consecutive samples are parts of one sequence. A document ends at an end-of-text id and at the
-    end of the file; repeated end-of-text ids, which pad short samples, count as one. Validation
-    data are held out by sample, and a document also ends where the next sample belongs to the other
-    split.
+    end of the file; repeated end-of-text ids, which pad short samples, count as one.
     """
     try:
         import h5py
     except ImportError:
         raise ConfigError(f"{path}: {requires('h5py')}") from None
     check_pointer(path)
+    previous_id = eos_id  # as between documents
     try:
         with h5py.File(path) as file:
-            data = _open_ids(path, file)
-            samples = _read_samples(path, data, vocab_size, by_sample=fraction > 0)
-            yield from _join_samples(samples, eos_id, fraction)
+            for ids in _read_samples(path, _open_ids(path, file), vocab_size):
+                ids = _without_repeated(ids, eos_id, previous_id)
+                if len(ids) > 0:
+                    ends = np.flatnonzero(ids == eos_id) + 1
+                    yield TokenChunk(ids, ends, held_out=False, size=ids.nbytes)
+                    previous_id = int(ids[-1])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as HDF5: {error}") from None
+    if previous_id != eos_id:  # the last document has no end yet
+        yield TokenChunk(np.array([eos_id], np.uint32), np.array([1]), held_out=False, size=0)
 
 
 def _open_ids(path: Path, file: Any) -> Any:
@@ -281,9 +203,7 @@ def _open_ids(path: Path, file: Any) -> Any:
     return data
 
 
-def _read_samples(
-    path: Path, data: Any, vocab_size: int, *, by_sample: bool
-) -> Iterator[NDArray[np.integer[Any]]]:
+def _read_samples(path: Path, data: Any, vocab_size: int) -> Iterator[NDArray[np.integer[Any]]]:
     """Yield the ids of one sample, or of several consecutive ones, as one array."""
     n_samples, sample_length = data.shape
     n_at_once = max(1, IDS_AT_ONCE // max(1, sample_length))
@@ -296,30 +216,7 @@ def _read_samples(
             problem = f"id {samples[row, column]} is not below the vocabulary size, {vocab_size}"
             advice = "choose the tokenizer that the file was made with"
             raise ConfigError(f"{place}: {problem}; {advice}")
-        if by_sample:
-            yield from samples
-        else:
-            yield samples.ravel()
-
-
-def _join_samples(
-    samples: Iterable[NDArray[np.integer[Any]]], eos_id: int, fraction: float
-) -> Iterator[TokenChunk]:
-    """Yield the ids of samples; consecutive ones of the same split are parts of one sequence."""
-    for held_out, run in itertools.groupby(samples, lambda ids: _is_held_out_ids(ids, fraction)):
-        previous_id = eos_id  # as between documents
-        for ids in run:
-            ids = _without_repeated(ids, eos_id, previous_id)
-            if len(ids) > 0:
-                ends = np.flatnonzero(ids == eos_id) + 1
-                yield TokenChunk(ids, ends, held_out, ids.nbytes)
-                previous_id = int(ids[-1])
-        if previous_id != eos_id:  # the last document of the run has no end yet
-            yield TokenChunk(np.array([eos_id], np.uint32), np.array([1]), held_out, 0)
-
-
-def _is_held_out_ids(ids: NDArray[np.integer[Any]], fraction: float) -> bool:
-    return is_held_out([ids.astype("<u4").tobytes()], fraction)
+        yield samples.ravel()
 
 
 def _without_repeated(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.data import files
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, ValidationSet, set_key
 from lm.data.documents import format_of
+from lm.data.files import find_files
 from lm.data.packing import PackedDataset
 from lm.data.sampler import SampledSource
-from lm.data.token_file import TRAIN, VALIDATION, TokenFile, describe_unread_ends, read_index
+from lm.data.token_file import TRAIN, VALIDATION, TokenFile, read_index
 from lm.data.tokenized import (
     RecordOptions,
     describe_records,
@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     from lm.data.stream import StreamedSource
 
 SYNTHETIC_BATCHES = 10
-SMALL_TEXT = 100_000
-"""Bytes; of less text, a run says that it is little."""
-_HUB_DATASET = re.compile(r"[\w.-]+/[\w-]+")
-OPENED_FIRST = ("text", "tokens", "jsonl")
-"""Values of `dataset` of which the first start computes what is kept in a cache."""
 PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue unless prompt is set."""
 
@@ -55,7 +50,7 @@ class Data:
     validation: Sequence[ValidationSet]
     """at least one"""
     tokenizer: Tokenizer | None
-    """None = the tokens are synthetic, or those of an unknown tokenizer"""
+    """None = the tokens are synthetic"""
     notes: Sequence[str] = ()
     """for the log"""
     datasets: Sequence[Dataset] = ()
@@ -110,13 +105,12 @@ def open_data(
         pairs: the records are preferences.
 
     Raises:
-        ConfigError: files are missing or invalid, a token is not below vocab_size, or there are too
-            few samples.
+        ConfigError: files are missing, invalid or damaged, a token is not below vocab_size, or
+            there are too few samples.
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"weights require dataset: tokens, not {config.dataset}"
         raise ConfigError(f"train_data: {problem}; use one file, directory or glob")
-    _check_no_token_files(config)
     if config.dataset == "hf":
         data = _open_stream(config, vocab_size, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
@@ -139,76 +133,25 @@ def open_data(
             if dataset.n_replies > 0:
                 dataset.first_reply = n_replies
                 n_replies += dataset.n_replies
-    if data.tokenizer is not None and data.tokenizer.vocab_size > vocab_size:
-        beyond = f"has {data.tokenizer.vocab_size} ids, the model {vocab_size} (vocab_size)"
-        note = f"tokenizer: {beyond}: text with one of the others is refused"
-        data = replace(data, notes=[*data.notes, note])
     n_samples = data.train.samples_per_epoch
     if n_samples is not None and n_samples < global_batch_size:
-        raise _too_few(config, "train_data", n_samples, seq_len, global_batch_size)
+        raise _too_few("train_data", n_samples, seq_len, global_batch_size)
     for each in data.validation:
         if len(each.dataset) == 0:
-            raise _too_few(config, each.key, 0, seq_len, 1)
+            raise _too_few(each.key, 0, seq_len, 1)
     return data
 
 
-@oserror_as_config_error
-def _check_no_token_files(config: DataConfig) -> None:
-    """Raise ConfigError if data that are read as text are token files."""
-    if config.dataset not in ("text", "hf"):
-        return
-    named: list[tuple[str, object]] = [("train_data", config.train_data)]
-    named += [(set_key(name), where) for name, where in config.named_val_data.items()]
-    for key, where in named:
-        if not isinstance(where, str):
-            continue
-        if _names_token_files(where):
-            problem = f"{key}: {where} has token files of python -m lm.prepare"
-            raise ConfigError(f"{problem}; set dataset: tokens")
-
-
-def check_token_files(datasets: Iterable[Dataset]) -> None:
-    """Compare each token file in `datasets` with its checksums and with the model's ids.
-
-    Raises:
-        ConfigError: a file is damaged or cannot be read, or holds an id that the model lacks.
-    """
-    for dataset in datasets:
-        if not isinstance(dataset, WindowDataset | PackedDataset):
-            continue
-        tokens = dataset.tokens
-        if not isinstance(tokens, TokenFile):
-            continue
-        tokens.verify()
-        if tokens.may_exceed:
-            for i in range(len(dataset)):
-                _ = dataset[i]
-
-
-def _too_few(
-    config: DataConfig, what: str, n_samples: int, seq_len: int, needed: int
-) -> ConfigError:
+def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
     found = f"{format_count(n_samples, 'sequence')} of max_seq_len {seq_len}"
-    lower: list[str] = []
-    if n_samples > 0:
-        lower.append("the batch size")
-    if config.dataset != "jsonl" or config.packing:
-        lower.append("max_seq_len")
-    problem = f"{what}: {found}, but the run needs at least {needed}"
-    remedy = "add data"
-    if config.val_data is None and what == "val_data":
-        remedy = "set it, add data"
-    if lower:
-        remedy += f", or lower {' or '.join(lower)}"
-    return ConfigError(f"{problem}; {remedy}")
+    remedy = "add data, or lower max_seq_len or the batch size"
+    return ConfigError(f"{what}: {found}, but the run needs at least {needed}; {remedy}")
 
 
 class _OpenedDatasets(NamedTuple):
     train: Sequence[Dataset]
     validation: Sequence[ValidationSet]
     tokenizer: Tokenizer | None
-    notes: Sequence[str] = ()
-    """for the log"""
 
 
 def _open_datasets(
@@ -222,20 +165,15 @@ def _open_datasets(
     match config.dataset:
         case "synthetic":
             return _open_synthetic(vocab_size, seq_len, global_batch_size, seed)
-        case "text":
-            return _open_text(config, vocab_size, seq_len)
         case "tokens":
             return _open_tokens(config, vocab_size, seq_len)
-        case _:  # "jsonl"; "hf" is streamed
-            return _open_jsonl(config, vocab_size, seq_len, pairs)
+        case _:  # "text", "jsonl"; "hf" is streamed
+            return _open_files(config, vocab_size, seq_len, pairs)
 
 
 def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
-    notes = list(opened.notes)
-    notes += [f"train_data: {dataset.note}" for dataset in opened.train if dataset.note]
-    for each in opened.validation:
-        if each.dataset.note:
-            notes.append(f"{each.key}: {each.dataset.note}")
+    notes = [f"train_data: {dataset.note}" for dataset in opened.train if dataset.note]
+    notes += [f"{each.key}: {each.dataset.note}" for each in opened.validation if each.dataset.note]
     trained_on: set[str] = set()
     if config.dataset != "synthetic":  # whose fingerprint is the size
         trained_on = {dataset.fingerprint() for dataset in opened.train}
@@ -249,9 +187,6 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
             f"{n_held_out:,} of the {n_all:,} sequences of train_data {verb} held out for"
             " validation, as val_data is not set"
         )
-    if config.tokenizer is not None and opened.tokenizer is None:
-        problem = "not used, as the token files name no tokenizer"
-        notes.append(f"tokenizer: {config.tokenizer}: {problem}")
     return notes
 
 
@@ -264,54 +199,39 @@ def _open_synthetic(
     return _OpenedDatasets([train], [ValidationSet(None, validation)], None)
 
 
-def _open_text(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
-    tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    tokenizer.limit_ids(vocab_size)
+def _open_files(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) -> _OpenedDatasets:
+    tokenizer = load_run_tokenizer(config, vocab_size)
 
-    def read(found: list[Path], key: str, *, holds_out: bool) -> list[TokenFile]:
-        with_ends = not config.attend_across_documents
-        with error_prefix(key):
-            return tokenize_text(found, tokenizer, holds_out=holds_out, with_ends=with_ends)
+    def read(where: str | None, key: str, *, holds_out: bool) -> Sequence[Dataset]:
+        if config.dataset == "text":
+            texts = _read_text(where, key, tokenizer, holds_out=holds_out)
+            return [cut_file(text, seq_len, config.attend_across_documents) for text in texts]
+        options = record_options(config, pairs=pairs, holds_out=holds_out)
+        records = _read_records(where, key, tokenizer, options, vocab_size)
+        with error_prefix(f"{key}: {where}"):
+            return [PackedDataset(each, seq_len, packing=config.packing) for each in records]
 
     where = config.train_data
     assert not isinstance(where, dict)  # as only token files have weights
-    found = files.find_files(where, "train_data")
-    texts = read(found, "train_data", holds_out=config.val_data is None)
-    notes = _text_notes(found, texts, tokenizer)
-    train, *held_out = [cut_file(text, seq_len) for text in texts]
+    train, *held_out = read(where, "train_data", holds_out=config.val_data is None)
     validation = [ValidationSet(None, dataset) for dataset in held_out]
-    for name, where in config.named_val_data.items():
-        key = set_key(name)
-        (text,) = read(files.find_files(where, key), key, holds_out=False)
-        validation.append(ValidationSet(name, cut_file(text, seq_len)))
-    return _OpenedDatasets([train], validation, tokenizer, notes)
+    for name, path in config.named_val_data.items():
+        (dataset,) = read(path, set_key(name), holds_out=False)
+        validation.append(ValidationSet(name, dataset))
+    return _OpenedDatasets([train], validation, tokenizer)
 
 
-def _text_notes(found: list[Path], texts: Sequence[TokenFile], tokenizer: Tokenizer) -> list[str]:
-    """Return what the user may not expect of the text in the files `found`."""
-    notes: list[str] = []
-    remedies = {
-        "JSON": "use dataset: jsonl, or tokenize one field with python -m lm.prepare",
-        "CSV": "tokenize one column with python -m lm.prepare",
-    }
-    for kind, names in (("JSON", ("jsonl",)), ("CSV", ("csv", "tsv"))):
-        records = [path for path in found if format_of(path) in names]
-        if records:
-            share = f"{len(records)} of {format_count(len(found), 'file')}"
-            problem = f"records in {share}, e.g. {records[0].name}"
-            reason = f"dataset: text also learns the syntax of {kind}"
-            notes.append(f"train_data: {problem}: {reason}; {remedies[kind]}")
-    n_documents = texts[0].index.documents
-    if n_documents > len(found):
-        documents = f"{n_documents:,} documents in {format_count(len(found), 'file')}"
-        notes.append(f"train_data: {documents}, as ends of text in a file end a document, too")
-    notes += [f"train_data: {line}" for line in describe_unread_ends(texts[0].index)]
-    if sum(map(len, texts)) < SMALL_TEXT:  # every token is at least a byte
-        n_bytes = sum(int(tokenizer.text_bytes[text[:]].sum()) for text in texts)
-        if n_bytes < SMALL_TEXT:
-            advice = f"which a model learns by heart; use {SMALL_TEXT:,} or more"
-            notes.append(f"train_data: {n_bytes:,} bytes of text, {advice}")
-    return notes
+def _read_text(
+    where: str | None, key: str, tokenizer: Tokenizer, *, holds_out: bool
+) -> list[TokenFile]:
+    found = find_files(where, key)
+    for path in found:
+        if format_of(path) not in ("text", None):
+            problem = f"{key}: {path}: has records, which dataset: text does not read"
+            remedy = "choose text by a glob, or write token files of records, python -m lm.prepare"
+            raise ConfigError(f"{problem}; {remedy}")
+    with error_prefix(key):
+        return tokenize_text(found, tokenizer, holds_out=holds_out)
 
 
 def _train_index_paths(config: DataConfig) -> list[Path]:
@@ -321,10 +241,10 @@ def _train_index_paths(config: DataConfig) -> list[Path]:
     directories = config.train_data
     if isinstance(directories, str):
         directories = [directories]
-    return [_index_path(where, "train_data", TRAIN) for where in directories]
+    return [_index_path(where, TRAIN) for where in directories]
 
 
-def _index_path(where: str, key: str, part: str) -> Path:
+def _index_path(where: str, part: str) -> Path:
     """Return the index of a part of a directory of token files, else that of its training part."""
     path = home_path(where)
     recover(path)
@@ -333,7 +253,6 @@ def _index_path(where: str, key: str, part: str) -> Path:
         return index if index.exists() else path / f"{TRAIN}.json"
     if path.exists():
         return path.with_suffix(".json")  # the path of NAME.bin means NAME.json, too
-    files.check_path(where, key)
     return path
 
 
@@ -352,39 +271,31 @@ def default_vocab_size(config: DataConfig) -> int:
 @oserror_as_config_error
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
     train_paths = _train_index_paths(config)
+    opened: list[TokenFile] = []
 
-    def open_file(path: Path) -> TokenFile:
-        return TokenFile(path, vocab_size, with_ends=not config.attend_across_documents)
-
-    def cut(key: str, file: TokenFile) -> WindowDataset:
+    def open_windows(path: Path, key: str) -> WindowDataset:
+        with error_prefix(key):
+            file = TokenFile(path, vocab_size)
+        opened.append(file)
         if file.has_mask:
             problem = f"{key}: {file.path} has records, of which a mask says what is learned"
             raise ConfigError(f"{problem}; set dataset: jsonl")
-        dataset = cut_file(file, seq_len)
-        if len(dataset) == 0:
-            raise _too_few(config, f"{key}: {file.path}", 0, seq_len, 1)
-        if file.index.tokenizer != first.index.tokenizer:
-            problem = f"{key}: {file.path} was made with another tokenizer than {first.path}"
+        if file.index.tokenizer != opened[0].index.tokenizer:
+            problem = f"{key}: {file.path} was made with another tokenizer than {opened[0].path}"
             raise ConfigError(f"{problem}; prepare them with one")
+        dataset = cut_file(file, seq_len, config.attend_across_documents)
+        if len(dataset) == 0:
+            raise _too_few(f"{key}: {file.path}", 0, seq_len, 1)
         return dataset
 
-    with error_prefix("train_data"):
-        train_files = [open_file(path) for path in train_paths]
-    first = train_files[0]
-    train = [cut("train_data", file) for file in train_files]
-    named = config.named_val_data
-    if config.val_data is None:
-        named = _find_validation_parts(train_paths)
+    train = [open_windows(path, "train_data") for path in train_paths]
+    named = config.named_val_data or _find_validation_parts(train_paths)
     validation: list[ValidationSet] = []
     for name, where in named.items():
-        key = set_key(name)
-        path = _index_path(where, key, VALIDATION)
-        with error_prefix(key):
-            file = open_file(path)
-        validation.append(ValidationSet(name, cut(key, file)))
-    tokenizer = _load_token_files_tokenizer(config, first)
-    if tokenizer is not None:
-        tokenizer.limit_ids(vocab_size)
+        path = _index_path(where, VALIDATION)
+        validation.append(ValidationSet(name, open_windows(path, set_key(name))))
+    tokenizer = _load_token_files_tokenizer(config, opened[0])
+    tokenizer.limit_ids(vocab_size)
     return _OpenedDatasets(train, validation, tokenizer)
 
 
@@ -412,11 +323,9 @@ def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]
     return named
 
 
-def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokenizer | None:
-    """Load the tokenizer that token files were made with; None = they do not name it."""
+def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokenizer:
+    """Load the tokenizer that token files were made with."""
     identity = train.index.tokenizer
-    if identity is None:
-        return None
     if config.tokenizer:
         name = config.tokenizer
     elif identity == ByteTokenizer.identity:
@@ -430,8 +339,8 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokeniz
     return tokenizer
 
 
-def load_record_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
-    """Load the tokenizer of records, with the chat template that `config` names."""
+def load_run_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
+    """Load the tokenizer of a run, with the chat template that `config` names."""
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.limit_ids(vocab_size)
     if config.chat_template_kwargs:
@@ -450,83 +359,46 @@ def find_record_files(where: str | None, key: str) -> list[Path]:
     if where is None:
         advice = "set it to a file, a directory or a glob"
         raise ConfigError(f"{key}: dataset: jsonl requires it; {advice}")
-    if _HUB_DATASET.fullmatch(where) and not Path(where).parent.is_dir():
-        problem = f"{key}: {where} is no file, and dataset: jsonl does not read the Hub"
-        command = f"python -m lm.prepare --config FILE train_data={where} --split train --out DIR"
-        raise ConfigError(f"{problem}; write token files of it, {command}, and set {key}=DIR")
-    found = files.find_files(where, key)
-    saved = files.find_saved_dataset(found)
-    if saved is not None:
-        code = f"datasets.load_from_disk({str(saved)!r}).to_json('chat.jsonl')"
-        problem = f"{key}: {where}: a directory of save_to_disk has Arrow tables"
-        raise ConfigError(f"{problem}; write their records to a file, in Python: {code}")
-    return found
+    return find_files(where, key)
 
 
-def _open_jsonl(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) -> _OpenedDatasets:
-    tokenizer = load_record_tokenizer(config, vocab_size)
-
-    def read(where: str | None, key: str, *, holds_out: bool) -> list[PackedDataset]:
-        options = record_options(config, pairs=pairs, holds_out=holds_out)
-        if where is not None and _names_token_files(where):
-            name = where
-            token_files = _open_prepared(where, key, tokenizer, options)
-        else:
-            found = find_record_files(where, key)
-            name = files.name_files(found)
-            with error_prefix(key):
-                token_files = tokenize_records(found, tokenizer, options)
-        with error_prefix(key):
-            return [
-                PackedDataset(tokens, seq_len, name, packing=config.packing)
-                for tokens in token_files
-            ]
-
-    where = config.train_data
-    assert not isinstance(where, dict)  # as only token files have weights
-    if config.val_data is None:
-        train, held_out = read(where, "train_data", holds_out=True)
-        return _OpenedDatasets([train], [ValidationSet(None, held_out)], tokenizer)
-    validation: list[ValidationSet] = []
-    for name, path in config.named_val_data.items():
-        (dataset,) = read(path, set_key(name), holds_out=False)
-        validation.append(ValidationSet(name, dataset))
-    train = read(where, "train_data", holds_out=False)
-    return _OpenedDatasets(train, validation, tokenizer)
+def _read_records(
+    where: str | None, key: str, tokenizer: Tokenizer, options: RecordOptions, vocab_size: int
+) -> list[TokenFile]:
+    if where is not None and _names_token_files(where):
+        return _open_prepared(where, key, tokenizer, options, vocab_size)
+    found = find_record_files(where, key)
+    with error_prefix(key):
+        return tokenize_records(found, tokenizer, options)
 
 
-def _names_token_files(where: str | None) -> bool:
+def _names_token_files(where: str) -> bool:
     """Return whether `where` is a directory of token files, or one of them."""
-    if where is None:
-        return False
     path = home_path(where)
     with suppress(OSError):  # of a name that cannot be one, which the reader of files refuses
         recover(path)
         if path.is_dir():
             path = path / f"{TRAIN}.bin"
-        return path.suffix == ".bin" and path.exists() and path.with_suffix(".json").exists()
+        return path.suffix == ".bin" and path.exists()
     return False
 
 
 def _open_prepared(
-    where: str, key: str, tokenizer: Tokenizer, options: RecordOptions
+    where: str, key: str, tokenizer: Tokenizer, options: RecordOptions, vocab_size: int
 ) -> list[TokenFile]:
     """Open token files of records, made as the run would make them.
 
     Raises:
         ConfigError: they are damaged, or were made otherwise.
     """
-    paths = [_index_path(where, key, TRAIN if key == "train_data" else VALIDATION)]
+    paths = [_index_path(where, TRAIN if key == "train_data" else VALIDATION)]
     if options.holds_out:
         paths.append(paths[0].with_name(f"{VALIDATION}.json"))
     expected = {"tokenizer": tokenizer.identity, **describe_records(tokenizer, options)}
     opened: list[TokenFile] = []
     for path in paths:
-        if opened and not path.exists():
-            problem = f"val_data: {path.parent} has no validation part"
-            raise ConfigError(f"{problem}; set val_data, or prepare it again with val_data=null")
         with error_prefix(key):
-            tokens = TokenFile(path)
+            tokens = TokenFile(path, vocab_size)
         if not tokens.has_mask:
             problem = f"{key}: {where} has token files of text"
             raise ConfigError(f"{problem}; set dataset: tokens")
@@ -555,8 +427,7 @@ def _open_stream(
     if not isinstance(where, str):
         problem = "dataset: hf requires a dataset on the hub, or local files"
         raise ConfigError(f"train_data: {problem}")
-    tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    tokenizer.limit_ids(vocab_size)
+    tokenizer = load_run_tokenizer(config, vocab_size)
     documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
     # One token more than the inputs, as the target of the last.
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1

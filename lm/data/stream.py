@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.blocks import check_pointer
 from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
 from lm.data.files import find_files
 from lm.data.record_fields import check_text, fill
-from lm.data.signatures import check_pointer
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.data.windows import next_token_sample
 from lm.data.worker import Worker

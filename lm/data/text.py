@@ -69,23 +69,20 @@ class TextFiles:
         """Yield the documents in order."""
         return hold_out(self._read_all(), self._options.validation_fraction, self.cuts_tails)
 
-    def tokenize(
-        self, tokenizer: Tokenizer, n_threads: int, n_skipped: int = 0
-    ) -> Generator[Sequence[TokenChunk]]:
+    def tokenize(self, tokenizer: Tokenizer, n_skipped: int = 0) -> Generator[Sequence[TokenChunk]]:
         """Yield the tokens of the documents, each with an end-of-text token, in order.
 
         The first `n_skipped` pieces are not encoded.
         """
         if self._have_ids:
-            fraction = self._options.validation_fraction
             n_ids = tokenizer.vocab_size
-            read = (read_ids(path, n_ids, tokenizer.eos_id, fraction) for path in self.files)
+            read = (read_ids(path, n_ids, tokenizer.eos_id) for path in self.files)
             for chunk in itertools.islice(itertools.chain.from_iterable(read), n_skipped, None):
                 yield [chunk]
             return
         split = (split_document(each.document, each.blocks(), tokenizer) for each in self.read())
         parts = itertools.chain.from_iterable(split)
-        with closing(encode_in_threads(parts, tokenizer, n_threads, n_skipped)) as chunks:
+        with closing(encode_in_threads(parts, tokenizer, usable_cores(), n_skipped)) as chunks:
             for chunk in chunks:
                 yield [chunk]
 
@@ -96,12 +93,8 @@ def write_text(
     tokenizer: Tokenizer,
     options: TextOptions,
     sources: Sequence[SourceRecord] = (),
-    n_threads: int | None = None,
 ) -> list[TokenIndex]:
     """Write the token files of documents to `directory`. Return their indexes.
-
-    Args:
-        n_threads: that encode; None = one on each core.
 
     Raises:
         ConfigError: files cannot be read, or have no text.
@@ -110,7 +103,7 @@ def write_text(
     return write_splits(
         directory,
         options.splits,
-        partial(texts.tokenize, tokenizer, n_threads or usable_cores()),
+        partial(texts.tokenize, tokenizer),
         tokenizer,
         files,
         sources,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from lm.data.signatures import check_pointer
 from lm.data.tokenizer.files import TOKENIZER_FILES
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, limit_problems
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.storage.cache import checksum
 from lm.units import format_count
@@ -38,8 +37,12 @@ _SPLIT_FILES = {f"{split}{suffix}" for split in SPLITS for suffix in _SUFFIXES}
 OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES}
 END_OF_TEXT = "<|endoftext|>"
 """what separates the documents in published files of text"""
-_REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
-_WRITE_AGAIN = "write it again with python -m lm.prepare"
+UNREAD_END = (
+    f"time {END_OF_TEXT} in the text, which is not the end of text of this tokenizer and ends no"
+    " document; use a tokenizer that has it, or write each document as a line of JSON Lines"
+)
+"""a note, see `TokenIndex`"""
+_REMEDY = "write the dataset again: python -m lm.prepare --overwrite"
 
 
 class SourceRecord(BaseModel, frozen=True, extra="forbid"):
@@ -54,8 +57,9 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     """Contents of NAME.json: description of the other files."""
 
     format: Literal[1]
-    tokenizer: str | None = Field(description="identity of the tokenizer; null = unknown")
-    vocab_size: int = Field(gt=0, description="exclusive upper bound of the ids")
+    tokenizer: str = Field(description="identity of the tokenizer")
+    vocab_size: int = Field(gt=0, description="its ids")
+    max_id: int = Field(ge=0, description="largest id in NAME.bin")
     tokens: int = Field(gt=0)
     documents: int = Field(gt=0)
     dtype: Literal["uint16", "uint32"] = Field(
@@ -67,14 +71,9 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
         None, ge=0, lt=2**32, description="of NAME.mask; null = there is none, all is learned"
     )
     pairs: bool = Field(False, description="documents are the replies of pairs")
-    has_bytes: bool = Field(
-        True, description="the ids tell how many bytes of text they are, if the tokenizer is known"
-    )
-    unread_ends: int = Field(
-        0, ge=0, description="<|endoftext|> in the text that is not the tokenizer's end of text"
-    )
+    has_bytes: bool = Field(True, description="the ids tell how many bytes of text they are")
     notes: dict[str, int] = Field(
-        default_factory=dict, description="how many records were read otherwise than they are"
+        default_factory=dict, description="how many documents were read otherwise than they are"
     )
     sources: list[SourceRecord]
     options: dict[str, bool | str | int | float | None] = Field(
@@ -91,13 +90,9 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_index(path: Path) -> TokenIndex:
-    """Read NAME.json and check the size of NAME.bin."""
-    tokens_path = path.with_suffix(".bin")
+    """Read NAME.json."""
     try:
-        content = read_bytes(path, MAX_INDEX_BYTES)
-        check_pointer(path, content)
-        index = TokenIndex.model_validate_json(content)
-        size = tokens_path.stat().st_size
+        return TokenIndex.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
     except OSError as error:
         advice = "write token files with python -m lm.prepare"
         raise ConfigError(f"{error.filename}: {error.strerror}; {advice}") from None
@@ -105,93 +100,73 @@ def read_index(path: Path) -> TokenIndex:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "contents"
         problem = f"not the index of a token file: {field}: {first['msg']}"
-        raise ConfigError(f"{path}: {problem}") from None
-    expected = index.tokens * np.dtype(index.dtype).itemsize
-    if size != expected:
-        check_pointer(tokens_path)
-        problem = f"{size} bytes, but {index.tokens} tokens of {index.dtype} are {expected} bytes"
-        advice = "the file is damaged or truncated; write it again with python -m lm.prepare"
-        raise ConfigError(f"{tokens_path}: {problem}: {advice}")
-    return index
+        raise ConfigError(f"{path}: {problem}; {_REMEDY}") from None
 
 
 class TokenFile:
     """The ids of a token file.
 
     They are read with pread: the page cache serves it like a memory map, and a file that is
-    truncated during the run raises an error instead of SIGBUS.
+    truncated during the run raises an error instead of SIGBUS. What the checksum of a large file
+    was is remembered in the user's cache until it changes.
 
     Args:
         path: NAME.json.
         vocab_size: exclusive upper bound of the ids that may be read; None = all may.
-        with_ends: open NAME.ends, too; it is of a file with a mask.
-        remedy: what to do if the files are damaged.
+
+    Raises:
+        ConfigError: a file differs from its checksum or cannot be read, or has an id that may not
+            be read.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        vocab_size: int | None = None,
-        *,
-        with_ends: bool = True,
-        remedy: str = _WRITE_AGAIN,
-    ) -> None:
+    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
         self.index = read_index(path)
         self.path = path.with_suffix(".bin")
+        problems = _find_damage(path, self.index, checksum)
+        if problems:
+            raise ConfigError(*problems)
+        max_id = self.index.max_id
+        if vocab_size is not None and max_id >= vocab_size:
+            problem = f"id {max_id} is not less than vocab_size {vocab_size}"
+            raise ConfigError(f"{self.path}: {problem}; set it to {self.index.vocab_size}")
         self.has_mask = self.index.mask_crc32c is not None
         """whether it says which tokens are learned"""
-        self._remedy = remedy
-        self.ends: NDArray[np.int64] | None = None
+        # They are written as unsigned, which NumPy would compare as floats.
+        self.ends: NDArray[np.int64] = np.memmap(path.with_suffix(".ends"), "<i8", "r")
         """the position after the last token of each document"""
-        if with_ends or self.has_mask:
-            self.ends = self._open_ends()
-        self._file = self._open(self.path)
-        self._mask: int | None = None
-        if self.has_mask:
-            self._mask = self._open(self.path.with_suffix(".mask"))
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
-        self._vocab_size = vocab_size
+        self._files: dict[str, int] = {}
+        for suffix in self.index.checksums:
+            self._files[suffix] = open_regular(path.with_suffix(suffix))
+            weakref.finalize(self, os.close, self._files[suffix])
 
     def __len__(self) -> int:
         return self.index.tokens
 
     def __getitem__(self, positions: slice) -> NDArray[np.int64]:
         start, stop, _ = positions.indices(len(self))
-        token_bytes = self._dtype.itemsize
-        offset = start * token_bytes
-        n_bytes = (stop - start) * token_bytes
-        content = os.pread(self._file, n_bytes, offset)
-        if len(content) < n_bytes:
-            problem = f"ends at byte {offset + len(content)}: it was truncated during the run"
-            raise ConfigError(f"{self.path}: {problem}", rank_local=True)
-        ids = np.frombuffer(content, self._dtype).astype(np.int64)
-        if self._vocab_size is not None and ids.max() >= self._vocab_size:
-            at = int(ids.argmax())
-            place = f"{self.path}: byte {offset + at * token_bytes}"
-            problem = f"id {ids[at]} is not less than vocab_size {self._vocab_size}"
-            advice = f"set vocab_size to {self.index.vocab_size}"
-            raise ConfigError(f"{place}: {problem}; {advice}", rank_local=True)
-        return ids
-
-    @property
-    def may_exceed(self) -> bool:
-        """Whether it may have ids that may not be read."""
-        return self._vocab_size is not None and self.index.vocab_size > self._vocab_size
+        n_bytes = self._dtype.itemsize
+        content = self._read(".bin", start * n_bytes, stop * n_bytes)
+        return np.frombuffer(content, self._dtype).astype(np.int64)
 
     def is_target(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return whether the tokens from `start` to `stop` are learned."""
-        if self._mask is None:
+        if not self.has_mask:
             return np.full(stop - start, True)
         first_byte = start // 8
-        n_bytes = math.ceil(stop / 8) - first_byte
-        content = os.pread(self._mask, n_bytes, first_byte)
-        if len(content) < n_bytes:
-            path = self.path.with_suffix(".mask")
-            problem = f"ends at byte {first_byte + len(content)}: it was truncated during the run"
-            raise ConfigError(f"{path}: {problem}", rank_local=True)
+        content = self._read(".mask", first_byte, math.ceil(stop / 8))
         bits = np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little").view(np.bool_)
         offset = start % 8
         return bits[offset : offset + stop - start]
+
+    def _read(self, suffix: str, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to `stop` of a file."""
+        content = os.pread(self._files[suffix], stop - start, start)
+        if len(content) < stop - start:
+            path = self.path.with_suffix(suffix)
+            problem = f"ends at byte {start + len(content)}: it was truncated during the run"
+            raise ConfigError(f"{path}: {problem}", rank_local=True)
+        return content
 
     def fingerprint(self) -> str:
         """Return what identifies the tokens, and their documents if some are not learned."""
@@ -201,69 +176,23 @@ class TokenFile:
             return fingerprint
         return f"{fingerprint}, ends {index.ends_crc32c:08x}, mask {index.mask_crc32c:08x}"
 
-    def _open(self, path: Path) -> int:
-        try:
-            file = open_regular(path)
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; {self._remedy}") from None
-        weakref.finalize(self, os.close, file)
-        return file
 
-    def _open_ends(self) -> NDArray[np.int64]:
-        """Map NAME.ends; its checksum is compared with that of NAME.bin."""
-        path = self.path.with_suffix(".ends")
-        n_documents = self.index.documents
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; {self._remedy}") from None
-        if size != 8 * n_documents:
-            problem = f"{size} bytes, but the ends of {n_documents} documents are 8 bytes each"
-            raise ConfigError(f"{path}: {problem}; {self._remedy}")
-        # They are written as unsigned, which NumPy would compare as floats.
-        return np.memmap(path, "<i8", "r")
-
-    def verify(self) -> None:
-        """Compare the files with their checksums.
-
-        A file is read once: what was intact is remembered in the user's cache until it changes.
-
-        Raises:
-            ConfigError: a file is damaged or cannot be read.
-        """
-        unread: list[str] = []
-        if self.ends is None:
-            unread.append(".ends")
-        problems = _find_damage(self.path, self.index, checksum, self._remedy, unread)
-        if problems:
-            raise ConfigError(*problems, rank_local=True)
-
-
-def _find_damage(
-    path: Path,
-    index: TokenIndex,
-    checksum: Callable[[Path], int],
-    remedy: str,
-    unread: Collection[str] = (),
-) -> list[str]:
+def _find_damage(path: Path, index: TokenIndex, checksum: Callable[[Path], int]) -> list[str]:
     """Return a line for each file of a token file that differs from its checksum.
 
     Args:
         path: of one of the files.
         checksum: returns the CRC-32C of a file.
-        unread: suffixes of those that are not compared.
     """
     problems: list[str] = []
     for suffix, expected in index.checksums.items():
-        if suffix in unread:
-            continue
         file = path.with_suffix(suffix)
         try:
             if checksum(file) != expected:
                 problem = f"damaged: differs from {file.stem}.json"
-                problems.append(f"{file}: {problem}; {remedy}")
+                problems.append(f"{file}: {problem}; {_REMEDY}")
         except OSError as error:
-            problems.append(f"{file}: {error.strerror}; {remedy}")
+            problems.append(f"{file}: {error.strerror}; {_REMEDY}")
     return problems
 
 
@@ -277,20 +206,19 @@ def verify_dataset(directory: Path) -> list[str]:
             continue
         index = read_index(path)
         lines.append(f"{describe_split(path, index)}: verified")
-        problems += _find_damage(path, index, crc32c, _REWRITE)
+        problems += _find_damage(path, index, crc32c)
     if problems:
         raise RunError(*problems)
     return lines
 
 
-def describe_unread_ends(index: TokenIndex) -> list[str]:
-    """Return a line if the text has ends of documents that the tokenizer does not read as such."""
-    if index.unread_ends == 0:
-        return []
-    problem = f"{END_OF_TEXT} is {index.unread_ends:,} times in the text"
-    cause = "which is not the end of text of this tokenizer, and ends no document"
-    remedy = "use a tokenizer that has it, or write each document as a line of JSON Lines"
-    return [f"{problem}, {cause}; {remedy}"]
+def describe_notes(index: TokenIndex) -> list[str]:
+    """Return a line on each way in which documents were read otherwise than they are."""
+    lines: list[str] = []
+    for what, n in index.notes.items():
+        noun, _, rest = what.partition(" ")
+        lines.append(f"{format_count(n, noun)} {rest}")
+    return limit_problems(lines)
 
 
 def describe_split(path: Path, index: TokenIndex) -> str:

@@ -42,12 +42,10 @@ class TokenChunk:
     """bytes of input"""
     has_bytes: bool = True
     """whether the ids tell how many bytes of text they are"""
-    n_unread_ends: int = 0
-    """times that files of text have `END_OF_TEXT`, which is not the tokenizer's end of text"""
     is_target: NDArray[np.bool_] | None = None
     """of each token, whether it is learned; None = all are"""
     notes: Mapping[str, int] = field(default_factory=dict)
-    """see `RecordRenderer`"""
+    """see `TokenIndex`"""
 
 
 @dataclass
@@ -56,6 +54,7 @@ class _Written:
 
     tokens: int = 0
     documents: int = 0
+    max_id: int = 0
     crc32c: int = 0
     """of NAME.bin"""
     ends_crc32c: int = 0
@@ -64,7 +63,6 @@ class _Written:
     bits: list[bool] = field(default_factory=list)
     """of the mask, which do not fill a byte yet"""
     has_bytes: bool = True
-    unread_ends: int = 0
     notes: dict[str, int] = field(default_factory=dict)
 
 
@@ -120,8 +118,8 @@ class TokenFileWriter:
             written.bits = bits[n_bits:].tolist()
         written.tokens += len(chunk.ids)
         written.documents += len(chunk.ends)
+        written.max_id = max(written.max_id, int(chunk.ids.max(initial=0)))
         written.has_bytes = written.has_bytes and chunk.has_bytes
-        written.unread_ends += chunk.n_unread_ends
         written.notes = dict(Counter(written.notes) + Counter(chunk.notes))
 
     def _add_bits(self, bits: NDArray[np.bool_]) -> None:

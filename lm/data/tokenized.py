@@ -73,23 +73,19 @@ class RecordOptions:
 
 
 def tokenize_text(
-    files: Sequence[Path], tokenizer: Tokenizer, *, holds_out: bool = False, with_ends: bool = True
+    files: Sequence[Path], tokenizer: Tokenizer, *, holds_out: bool = False
 ) -> list[TokenFile]:
     """Return the tokens of text files, and those that are held out, if any are.
 
     Files are ordered by a hash of their names, so that the first ones, which are all that a short
     validation reads, are a fair sample.
 
-    Args:
-        with_ends: open where the documents end in the tokens, too.
-
     Raises:
         ConfigError: files cannot be read.
     """
     options = TextOptions("text", validation_fraction=HELD_OUT if holds_out else 0.0)
     in_order = sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest())
-    directory = _make(_TEXT, "write_text", in_order, tokenizer, options)
-    return _open(directory, options.splits, with_ends=with_ends)
+    return _make(_TEXT, "write_text", in_order, tokenizer, options)
 
 
 def tokenize_records(
@@ -100,8 +96,7 @@ def tokenize_records(
     Raises:
         ConfigError: invalid lines (the first of each file), or none.
     """
-    directory = _make(_RECORDS, "write_records", files, tokenizer, options)
-    return _open(directory, options.splits)
+    return _make(_RECORDS, "write_records", files, tokenizer, options)
 
 
 def describe_making(
@@ -116,28 +111,21 @@ def describe_making(
     }
 
 
-def _open(directory: Path, splits: Sequence[str], *, with_ends: bool = True) -> list[TokenFile]:
-    remedy = f"delete {directory}: it is written again"
-    return [
-        TokenFile(directory / f"{split}.json", with_ends=with_ends, remedy=remedy)
-        for split in splits
-    ]
-
-
 def _make(
     module: str,
     function: str,
     files: Sequence[Path],
     tokenizer: Tokenizer,
     options: TextOptions | RecordOptions,
-) -> Path:
-    """Return a directory that `function` of `module` has written, now or earlier."""
+) -> list[TokenFile]:
+    """Open the token files that `function` of `module` has written, now or earlier."""
     facts = describe_making(module, tokenizer, options) | {"files": describe_files(files)}
 
     def write(draft: Path) -> None:
         call_in_worker(Call(module, function, (draft, files, tokenizer, options)))
 
-    return cached(facts, write, continues=True)
+    directory = cached(facts, write, continues=True)
+    return [TokenFile(directory / f"{split}.json") for split in options.splits]
 
 
 def find_template_text(tokenizer: Tokenizer) -> str | None:

@@ -8,7 +8,6 @@ import gzip
 import io
 import os
 import re
-import shlex
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -133,54 +132,20 @@ def test_find_files_refuses_a_name_without_files(tmp_path: Path, name: str) -> N
         find_files(f"{tmp_path}/{name}", "val_data")
 
 
-@pytest.mark.parametrize(
-    ("where", "advice"),
-    [
-        ("s3://bucket/a.txt", "aws s3 cp --recursive s3://bucket/a.txt "),
-        ("gs://bucket/*.txt", "gcloud storage cp --recursive 'gs://bucket/*.txt' "),
-        ("https://host/a.txt", "wget https://host/a.txt"),
-        ("hf://datasets/a/b", "hf download "),
-        ("file:///data/a.txt", "write the path, /data/a.txt"),
-        ("$DATA/a.txt", "write the path, e.g. /data/a.txt"),
-    ],
-)
 @pytest.mark.parametrize("dataset", ["text", "jsonl", "tokens", "hf"])
-def test_data_that_are_not_on_disk_are_refused_with_the_way(
-    dataset: str, where: str, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DATA", "/data")
-    config = DataConfig.model_validate({"dataset": dataset, "train_data": where})
-    with pytest.raises(ConfigError) as caught:
-        open_data(config, 257, 16, 2, 0)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"train_data: {where}")
-    assert advice in problem
-
-
-@pytest.mark.parametrize("where", ["[{0}/a.txt,{0}/b.txt]", "{0}/a.txt, {0}/b.txt", "{0}/a.txt b"])
-@pytest.mark.parametrize("dataset", ["text", "jsonl", "tokens", "hf"])
-def test_several_files_are_a_directory_or_a_glob(dataset: str, where: str, tmp_path: Path) -> None:
-    write(tmp_path, "a.txt", "b.txt")
-    config = DataConfig.model_validate({"dataset": dataset, "train_data": where.format(tmp_path)})
-    with pytest.raises(ConfigError, match=r"^train_data: no file .*; several files are a dir.*\*"):
+def test_url_is_refused(dataset: str) -> None:
+    config = DataConfig.model_validate({"dataset": dataset, "train_data": "s3://bucket/a.txt"})
+    with pytest.raises(ConfigError, match=r"^train_data: .*s3:/+bucket/a\.txt"):
         open_data(config, 257, 16, 2, 0)
 
 
-@pytest.mark.parametrize("name", ["own", "own/train.bin"])
-@pytest.mark.parametrize("dataset", ["text", "hf"])
-@pytest.mark.parametrize("key", ["train_data", "val_data"])
-def test_token_files_are_not_read_as_text(
-    key: str, dataset: str, name: str, tmp_path: Path
-) -> None:
-    (text,) = write(tmp_path, "a.txt")
-    own = tmp_path / "own"
-    own.mkdir()
-    for suffix in (".bin", ".json"):
-        (own / f"train{suffix}").touch()
-    values = {"dataset": dataset, "train_data": str(text), key: f"{tmp_path}/{name}"}
-    config = DataConfig.model_validate(values)
-    with pytest.raises(ConfigError, match=f"^{key}: .* token files .*set dataset: tokens"):
-        open_data(config, 257, 16, 2, 0)
+@pytest.mark.parametrize("name", ["a.jsonl", "b.csv.gz", "c.tsv", "d.json", "e.parquet"])
+def test_records_are_not_read_as_text(name: str, tmp_path: Path) -> None:
+    text, records = write(tmp_path, "a.txt", name)
+    for key in ("train_data", "val_data"):
+        values = {"dataset": "text", "train_data": str(text), key: str(tmp_path)}
+        with pytest.raises(ConfigError, match=f"^{key}: {records}: has records"):
+            open_data(DataConfig.model_validate(values), 257, 16, 2, 0)
 
 
 # ---- reading files
@@ -235,19 +200,6 @@ def test_all_files_that_are_no_text_are_named(tmp_path: Path) -> None:
         assert problem.startswith(f"{tmp_path / name}: ")
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be"])
-def test_read_tokens_names_an_encoding_by_its_mark(encoding: str, tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    mark = "\ufeff" if encoding.endswith("be") else ""
-    path.write_bytes(f"{mark}text".encode(encoding))
-    name = encoding.upper()[:6]
-    quoted = shlex.quote(str(path))
-    with pytest.raises(
-        ConfigError, match=f"^{path}: is {name}, .*iconv -f {name} -t UTF-8 < {quoted} "
-    ):
-        read_text([path], TOKENIZER)
-
-
 def written_by(write: Callable[[io.BytesIO], object]) -> bytes:
     file = io.BytesIO()
     write(file)
@@ -263,10 +215,10 @@ def add_to_tar(file: io.BytesIO) -> None:
 
 LINES = b'{"text": "a"}\n' * 99
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
-NUL = "file with NUL bytes.*the first is byte .*iconv -f UTF-16LE "
+NUL = r"byte \d+ is NUL, not text; .*iconv -f UTF-16 "
 NOT_TEXT = {
     "tar": (written_by(add_to_tar), NUL),
-    "bz2": (bz2.compress(LINES), "file with NUL bytes|is not UTF-8; it is binary"),
+    "bz2": (bz2.compress(LINES), "byte .* is (NUL|not UTF-8)"),
     "gzip": (gzip.compress(LINES), NUL),
     "parquet": (
         written_by(lambda file: pq.write_table(pa.table({"text": ["a"]}), file)),
@@ -275,12 +227,13 @@ NOT_TEXT = {
     "pointer": (POINTER, "Git LFS pointer.*git lfs pull"),
     "annex": (b"/annex/objects/MD5E-s9--00.txt\n", "git-annex pointer.*git annex get"),
     "dvc": (b"outs:\n- md5: 00\n  size: 9\n  path: a.txt\n", "DVC pointer.*dvc pull"),
-    "NUL": (b"to be\0", "file with NUL bytes.*the first is byte 5: "),
-    "UTF-16LE": ("text".encode("utf-16-le"), "the first is byte 1: .*iconv -f UTF-16LE "),
-    "UTF-16": ('{"text": "a"}'.encode("utf-16"), "is UTF-16, .*iconv -f UTF-16 "),
-    "Latin-1": ('{"text": "ä"}'.encode("latin-1"), "byte 10 is not UTF-8.*iconv -f WINDOWS-1252 "),
-    "binary": (b'{"text": "\xff\x01"}', "byte 10 is not UTF-8; it is binary"),
+    "NUL": (b"to be\0", "byte 5 is NUL"),
+    "UTF-16LE": ("text".encode("utf-16-le"), "byte 1 is NUL"),
+    "UTF-16": ('{"text": "a"}'.encode("utf-16"), "byte (0 is not UTF-8|3 is NUL)"),
+    "UTF-32-BE": ("text".encode("utf-32-be"), "byte 0 is NUL"),
+    "Latin-1": ('{"text": "ä"}'.encode("latin-1"), "byte 10 is not UTF-8.*iconv -f "),
 }
+POINTERS = ("pointer", "annex", "dvc")
 READERS: dict[str, Callable[[Path], Any]] = {
     ".txt": lambda path: read_text([path], TOKENIZER),
     ".jsonl": lambda path: list(read_json_lines(path)),
@@ -300,8 +253,8 @@ def test_content_that_is_not_text_is_named_by_each_reader(
     path = tmp_path / f"a{suffix}"
     if compress is not None:
         path = path.with_name(f"{path.name}.gz")
-        content = compress(content)
-        part = re.sub("(iconv -f)", r"gzip -dc .+ \\| \1", part)
+        if name not in POINTERS:  # which are not compressed
+            content = compress(content)
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         READERS[suffix](path)
@@ -318,29 +271,22 @@ def test_pointer_is_named_whatever_the_suffix(name: str, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=part):
         list(read_documents([path], None, "text"))
     with pytest.raises(ConfigError, match=part):
-        list(read_ids(path, 9, 1, 0.0))
+        list(read_ids(path, 9, 1))
     config = {"dataset": "hf", "train_data": str(path)}
     with pytest.raises(ConfigError, match=part):
         open_data(DataConfig.model_validate(config), 257, 16, 2, 0)
 
 
-def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:
-    def notes(name: str, size: int) -> str:
-        path = tmp_path / name
+def test_what_is_held_out_is_noted(tmp_path: Path) -> None:
+    def notes(size: int) -> str:
+        path = tmp_path / "a.txt"
         path.write_text("x" * size)
         config = DataConfig.model_validate({"dataset": "text", "train_data": str(path)})
         return "\n".join(open_data(config, 257, 16, 2, 0).notes)
 
-    with pytest.raises(ConfigError, match=r"at least 2; add data, or lower max_seq_len$"):
-        notes("tiny.txt", 12)
-    one = notes("one.txt", 400)
-    assert "1 of the 24 sequences of train_data is held out" in one
-    assert "train_data: 5,000 bytes " in notes("few.txt", 5_000)
-    assert "train_data: " not in notes("enough.txt", 100_000)
-    assert "dataset: jsonl" in notes("chats.jsonl", 100_000)
-    for name in ("table.csv", "table.tsv"):
-        assert "lm.prepare" in notes(name, 100_000)
-        assert "dataset: jsonl" not in notes(name, 100_000)
+    with pytest.raises(ConfigError, match="at least 2; add data, or lower max_seq_len"):
+        notes(12)
+    assert "1 of the 24 sequences of train_data is held out" in notes(400)
 
 
 # ---- documents
@@ -422,10 +368,9 @@ def test_ends_of_text_in_a_file_are_said(reads_ends: bool, tmp_path: Path) -> No
     path.write_text("<|endoftext|>".join(["to be or not to be"] * 30))
     config = {"dataset": "text", "train_data": str(path), "tokenizer": tokenizer}
     notes = open_data(DataConfig.model_validate(config), 300, 8, 2, 0).notes
-    said = "train_data: <|endoftext|> is 28 times in the text, which is not the end of text"
-    if reads_ends:
-        said = "train_data: 29 documents in 1 file"
-    assert len([note for note in notes if note.startswith(said)]) == 1
+    said = "train_data: 28 times <|endoftext|> in the text, which is not the end of text"
+    n_said = len([note for note in notes if note.startswith(said)])
+    assert n_said == (0 if reads_ends else 1)
 
 
 @pytest.mark.parametrize("at_end", [False, True])

@@ -32,17 +32,6 @@ for record, pairs in ((chat, False), (pair, True)):
     tokenizer = load_tokenizer("tokenizer", "template.jinja")
     write_records(Path(), [Path("a.jsonl")], tokenizer, RecordOptions(pairs=pairs))
 """,
-    "lm.data.packing": """
-import numpy as np
-from lm.data.packing import PackedDataset
-from lm.data.token_file import TokenFile, TokenIndex
-np.arange(9, dtype="<u2").tofile("train.bin")
-np.array([4, 9], "<u8").tofile("train.ends")
-kind = {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "dtype": "uint16", "sources": []}
-sizes = {"tokens": 9, "documents": 2, "crc32c": 0, "ends_crc32c": 0}
-Path("train.json").write_text(TokenIndex.model_validate(kind | sizes).model_dump_json())
-PackedDataset(TokenFile(Path("train.json")), 8, "", packing=True)
-""",
     "lm.data.text": """
 from lm.data.text import write_text
 from lm.data.tokenized import TextOptions
@@ -90,7 +79,6 @@ print(json.dumps([len(used), [name for name in used if before.get(name) == after
     "module",
     [
         "lm.data.records",
-        "lm.data.packing",
         "lm.data.text",
         pytest.param("lm.hf.examine", marks=pytest.mark.slow),
         pytest.param("lm.flops", marks=pytest.mark.slow),

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lm.data.files import name_files
 from lm.data.packing import PackedDataset
 from lm.data.records import write_records
 from lm.data.text import write_text
@@ -30,7 +29,7 @@ def pack_files(
     with tempfile.TemporaryDirectory() as folder:
         write_records(Path(folder), files, tokenizer, options)
         tokens = TokenFile(Path(folder, f"{options.splits[held_out is True]}.json"))
-        return PackedDataset(tokens, seq_len, name_files(files), packing=packing)
+        return PackedDataset(tokens, seq_len, packing=packing)
 
 
 def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TokenFile:
