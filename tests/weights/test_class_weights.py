@@ -346,15 +346,9 @@ def test_tensors_that_do_not_fill_the_network_once_are_refused(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model_type": "llama9"}, "config.json: model_type: .*llama9.* 9.1.0"),
-        ({"model_type": "own", "auto_map": {}}, "model_type: .*own.*remote_code"),
         ({"model_type": None}, "model_type: None"),
         ({"model_type": ["llama"]}, "model_type: "),
-        ({"model_type": "t5"}, "model_type: .*t5"),
-        ({"model_type": "vit"}, "model_type: .*vit"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: "),
         ({"hidden_size": "wide"}, "config.json: .*hidden_size"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is more than 4096"),
         ({"num_hidden_layers": 4000}, "num_hidden_layers: 4,000 layers, but 21 tensors"),
     ],
 )

@@ -87,8 +87,6 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
     ("name", "ranks", "changes"),
     [
         ("llama", 1, {"sharding": "no-shard"}),
-        ("llama", 2, {"sharding": "full-shard", "batch_size": 2}),
-        ("qwen3", 2, {"sharding": "grad-shard", "batch_size": 2}),
         (
             "gpt2",
             2,
@@ -148,11 +146,6 @@ def test_init_from_sets_the_keys_of_a_runs_model(tmp_path: Path) -> None:
     assert "weights of checkpoint" in done.stdout
     with pytest.raises(ConfigError, match=r"d_model: 48 differs from \d+ in "):
         read_with_model_defaults(text | {"init_from": str(first), "d_model": 48})
-
-
-def test_init_from_refuses_a_missing_directory(tmp_path: Path) -> None:
-    done = run_fsdp(tmp_path, "init_from=nowhere", config=TINY, code=2)
-    assert done.stderr.startswith(f"init_from: {tmp_path}/nowhere: ")
 
 
 def test_init_from_sets_the_keys_of_the_model(sources: dict[str, Path]) -> None:
@@ -294,21 +287,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "config.json").write_text("[]"),
         "config.json: not a JSON object",
     ),
-    "unknown type": (
-        lambda folder: change_config(folder, model_type="llama9"),
-        "model_type: 'llama9' is unknown to transformers ",
-    ),
-    "huge width": (
-        lambda folder: change_config(folder, hidden_size=2**40),
-        "hidden_size: 1099511627776 is more than 16777216",
-    ),
     "deep": (
         lambda folder: change_config(folder, num_hidden_layers=4000),
         "num_hidden_layers: 4,000 layers, but 21 tensors",
-    ),
-    "huge vocabulary": (
-        lambda folder: change_config(folder, vocab_size=10**400),
-        "vocab_size: ",
     ),
     "wide": (
         lambda folder: change_config(folder, hidden_size=2**20),
@@ -328,10 +309,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "in/other.safetensors: missing",
     ),
     "shard outside": (lambda folder: write_index(folder, {"a": f"../{WEIGHTS}"}), INDEX),
-    "absolute shard": (lambda folder: write_index(folder, {"a": "/etc/passwd"}), INDEX),
     "shard without a name": (lambda folder: write_index(folder, {"a": ""}), INDEX),
-    "folder as shard": (lambda folder: write_index(folder, {"a": "."}), INDEX),
-    "no shards": (lambda folder: write_index(folder, {}), INDEX),
     "no weight map": (lambda folder: write_index(folder, 5), INDEX),
     "missing tensor": (
         lambda folder: change_tensors(folder, {"model.norm.weight": None}),
@@ -406,16 +384,3 @@ def test_init_from_refuses_a_damaged_folder_at_once(
     is_damaged = damage in ("truncated weights", "appended bytes", "inf", "nan")
     assert refused.value.exit_code == (1 if is_damaged else 2)
     assert part in str(refused.value)
-
-
-@pytest.mark.slow
-def test_init_from_damaged_weights_end_the_run_on_all_ranks(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    shutil.copytree(sources["llama"], tmp_path / "in")
-    file = tmp_path / "in" / "model.safetensors"
-    save_file(load_file(file) | {"model.norm.weight": torch.full((32,), torch.inf)}, file)
-    done = run_fsdp(tmp_path, ranks=2, config=settings(tmp_path / "in"))
-    assert done.returncode != 0
-    assert done.stderr.count("model.norm.weight: contains inf or NaN") == 1
-    assert "Traceback" not in done.stderr

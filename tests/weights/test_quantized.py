@@ -408,7 +408,7 @@ def test_what_cannot_be_dequantized_is_refused(name: str, tmp_path: Path) -> Non
         read_network(open_weights(tmp_path))
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "compressed-tensors", None])
+@pytest.mark.parametrize("method", ["awq", None])
 def test_other_quantized_folders_are_refused_with_the_16_bit_one(
     method: str | None, tmp_path: Path
 ) -> None:
