@@ -588,9 +588,7 @@ def test_storage_with_a_private_certificate(
     assert bucket.Bucket(s3).sizes() == {}
 
 
-@pytest.mark.parametrize(
-    "fault", [(500, "InternalError"), (503, "SlowDown"), "stall"], ids=["500", "503", "stall"]
-)
+@pytest.mark.parametrize("fault", [(503, "SlowDown"), "stall"], ids=["503", "stall"])
 def test_storage_that_fails_for_a_while_costs_only_time(
     fault: Any, s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -844,14 +842,6 @@ def test_checkpoint_storage_on_a_cluster_is_the_platforms() -> None:
         ConfigError, match=r"^checkpoint_storage: .*top level of the experiment config"
     ):
         preflight(Job(hp, cluster, None), None, nothing, nothing)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("s3")
-def test_checkpoint_storage_errors_exit_with_2(tmp_path: Path) -> None:
-    done = run_fsdp(tmp_path, "checkpoint_storage=s3://no-such-bucket", config=TINY)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "secret" not in (tmp_path / "test.yaml").read_text() + done.stdout + done.stderr
 
 
 @pytest.mark.slow
