@@ -343,7 +343,6 @@ def open_weights(directory: Path) -> ClassWeights:
         text_config = language_model_of(config)
     with error_prefix(str(directory)):
         stored = as_dequantized(_list_tensors(directory), quantization)
-    _limit_layers(directory, config, len(stored))
     with error_prefix(str(path)), torch.device("meta"):
         network = build_network(text_config)
         saved_class = type(build_saved_model(config, network))
@@ -386,7 +385,12 @@ def check_layers(directory: Path) -> None:
     path = directory / MODEL_CONFIG
     with error_prefix(str(path)):
         config = read_config(without_quantization(read_object(path)))
-    _limit_layers(directory, config, len(_list_tensors(directory)))
+    n_tensors = len(find_slices(directory))
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        n_layers = getattr(part, "num_hidden_layers", None)
+        if isinstance(n_layers, int) and n_layers > n_tensors:
+            problem = f"{n_layers:,} layers, but {n_tensors:,} tensors in the files"
+            raise ConfigError(f"{path}: num_hidden_layers: {problem}")
 
 
 def _list_tensors(directory: Path) -> dict[str, Tensor]:
@@ -398,15 +402,6 @@ def _list_tensors(directory: Path) -> dict[str, Tensor]:
             raise ConfigError(f"{name}: in several files")
         tensors[name] = torch.empty(shape, dtype=torch_dtype(slices[0]), device="meta")
     return tensors
-
-
-def _limit_layers(directory: Path, config: PreTrainedConfig, n_tensors: int) -> None:
-    """Refuse a config of more layers than there are tensors: each layer would be built."""
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        n_layers = getattr(part, "num_hidden_layers", None)
-        if isinstance(n_layers, int) and n_layers > n_tensors:
-            problem = f"{n_layers:,} layers, but {n_tensors:,} tensors in the files"
-            raise ConfigError(f"{directory / MODEL_CONFIG}: num_hidden_layers: {problem}")
 
 
 def _find_tied(network: nn.Module) -> dict[str, str]:
