@@ -28,7 +28,6 @@ from typing import Any
 from lm.data import run_data
 from lm.data.documents import FORMATS, bar_of_files, format_of
 from lm.data.files import find_files
-from lm.data.readers import cut_between_words
 from lm.data.records import write_records
 from lm.data.stream import open_documents
 from lm.data.text import TextFiles, write_text
@@ -197,11 +196,11 @@ def _train_tokenizer(args: argparse.Namespace, found: _Input) -> FileTokenizer:
     def read() -> Iterator[str]:
         with bar_of_files("reading for the tokenizer", found.files, args.format) as progress:
             for document, blocks in texts.read():
-                for part in cut_between_words(blocks()):
+                for block in blocks():
                     if not document.held_out:
-                        yield part
+                        yield block
                     if document.size is None:
-                        progress.update(len(part.encode()))
+                        progress.update(len(block.encode()))
                 progress.update(document.size or 0)
 
     content = train_tokenizer(read(), args.train_tokenizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,6 @@ from lm.data.token_writer import TokenChunk
 from lm.errors import ConfigError, error_prefix
 from lm.launch.requirements import requires
 
-_SPACE = re.compile(r"(?<=\S) (?=\S)")
 IDS_AT_ONCE = 1 << 20
 """that are read from an HDF5 file"""
 _FEW_DOCUMENTS = 1000
@@ -91,20 +89,6 @@ def _cut(text: Text, start: int, stop: int) -> Iterator[str]:
     for block in text.blocks():
         yield block[max(0, start - position) : max(0, stop - position)]
         position += len(block)
-
-
-def cut_between_words(blocks: Iterable[str]) -> Iterator[str]:
-    """Yield a text in parts that end before a space between two words, if it has several blocks."""
-    text = ""
-    for block in blocks:
-        if text:
-            seams = [seam.start() for seam in _SPACE.finditer(text)]
-            seam = seams[-1] if seams else 0
-            if seam > 0:
-                yield text[:seam]
-            text = text[seam:]
-        text += block
-    yield text
 
 
 def must_split(texts: Iterable[Text], fraction: float) -> bool:
