@@ -890,8 +890,7 @@ def test_vocab_size_of_token_files(tmp_path: Path) -> None:
         "documents": 1,
         "dtype": "uint16",
         "sources": [],
-        "crc32c": 0,
-        "ends_crc32c": 0,
+        "checksums": {".bin": 0, ".ends": 0},
     }
     a, b = tmp_path / "a", tmp_path / "b"
     for folder, n_ids in ((a, 900), (b, 1025)):

@@ -17,11 +17,12 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
+from typing_extensions import TypedDict
 
 from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError, limit_problems
@@ -53,6 +54,13 @@ class SourceRecord(BaseModel, frozen=True, extra="forbid"):
     crc32c: int | None = Field(ge=0, lt=2**32)
 
 
+_Crc32c = Annotated[int, Field(ge=0, lt=2**32)]
+Checksums = TypedDict(
+    "Checksums", {".bin": _Crc32c, ".ends": _Crc32c, ".mask": NotRequired[_Crc32c]}
+)
+"""by the suffixes of files"""
+
+
 class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     """Contents of NAME.json: description of the other files."""
 
@@ -65,10 +73,8 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     dtype: Literal["uint16", "uint32"] = Field(
         description="of NAME.bin, little-endian; NAME.ends is uint64"
     )
-    crc32c: int = Field(ge=0, lt=2**32, description="of NAME.bin")
-    ends_crc32c: int = Field(ge=0, lt=2**32, description="of NAME.ends")
-    mask_crc32c: int | None = Field(
-        None, ge=0, lt=2**32, description="of NAME.mask; null = there is none, all is learned"
+    checksums: Checksums = Field(
+        description="CRC-32C of each file; without a mask, all tokens are learned"
     )
     pairs: bool = Field(False, description="documents are the replies of pairs")
     has_bytes: bool = Field(True, description="the ids tell how many bytes of text they are")
@@ -79,14 +85,6 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     options: dict[str, bool | str | int | float | None] = Field(
         default_factory=dict, description="of `lm.prepare`"
     )
-
-    @property
-    def checksums(self) -> dict[str, int]:
-        """The CRC-32C of each file, by its suffix."""
-        checksums = {".bin": self.crc32c, ".ends": self.ends_crc32c}
-        if self.mask_crc32c is not None:
-            checksums[".mask"] = self.mask_crc32c
-        return checksums
 
 
 def read_index(path: Path) -> TokenIndex:
@@ -129,7 +127,7 @@ class TokenFile:
         if vocab_size is not None and max_id >= vocab_size:
             problem = f"id {max_id} is not less than vocab_size {vocab_size}"
             raise ConfigError(f"{self.path}: {problem}; set it to {self.index.vocab_size}")
-        self.has_mask = self.index.mask_crc32c is not None
+        self.has_mask = ".mask" in self.index.checksums
         """whether it says which tokens are learned"""
         # They are written as unsigned, which NumPy would compare as floats.
         self.ends: NDArray[np.int64] = np.memmap(path.with_suffix(".ends"), "<i8", "r")
@@ -170,11 +168,11 @@ class TokenFile:
 
     def fingerprint(self) -> str:
         """Return what identifies the tokens, and their documents if some are not learned."""
-        index = self.index
-        fingerprint = f"{index.tokens} tokens, crc32c {index.crc32c:08x}"
-        if index.mask_crc32c is None:
+        sums = {suffix: f"{value:08x}" for suffix, value in self.index.checksums.items()}
+        fingerprint = f"{len(self)} tokens, crc32c {sums['.bin']}"
+        if not self.has_mask:
             return fingerprint
-        return f"{fingerprint}, ends {index.ends_crc32c:08x}, mask {index.mask_crc32c:08x}"
+        return f"{fingerprint}, ends {sums['.ends']}, mask {sums['.mask']}"
 
 
 def _find_damage(path: Path, index: TokenIndex, checksum: Callable[[Path], int]) -> list[str]:

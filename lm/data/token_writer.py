@@ -55,11 +55,8 @@ class _Written:
     tokens: int = 0
     documents: int = 0
     max_id: int = 0
-    crc32c: int = 0
-    """of NAME.bin"""
-    ends_crc32c: int = 0
-    mask_crc32c: int | None = None
-    """None = there is no mask"""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """CRC-32C of each file"""
     bits: list[bool] = field(default_factory=list)
     """of the mask, which do not fill a byte yet"""
     has_bytes: bool = True
@@ -90,31 +87,30 @@ class TokenFileWriter:
         self._dtype: Literal["uint16", "uint32"] = "uint16"
         if tokenizer.vocab_size > 2**16:
             self._dtype = "uint32"
-        self._ids = self._open(".bin", written.tokens * np.dtype(self._dtype).itemsize)
-        self._ends = self._open(".ends", written.documents * 8)
-        self._mask: BinaryIO | None = None
-        if written.mask_crc32c is not None:
-            self._mask = self._open(".mask", written.tokens // 8)
-
-    def _open(self, suffix: str, size: int) -> BinaryIO:
-        path = self._path.with_suffix(suffix)
-        path.touch()
-        file = path.open("r+b")
-        file.truncate(size)
-        file.seek(size)
-        return file
+        sizes = {
+            ".bin": written.tokens * np.dtype(self._dtype).itemsize,
+            ".ends": written.documents * 8,
+            ".mask": written.tokens // 8,
+        }
+        self._files: dict[str, BinaryIO] = {}
+        for suffix in written.checksums:
+            path = self._path.with_suffix(suffix)
+            path.touch()
+            file = path.open("r+b")
+            file.truncate(sizes[suffix])
+            file.seek(sizes[suffix])
+            self._files[suffix] = file
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
         written = self.written
         ids = chunk.ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False)
-        written.crc32c = _append(self._ids, ids, written.crc32c)
-        ends = (chunk.ends + written.tokens).astype("<u8")
-        written.ends_crc32c = _append(self._ends, ends, written.ends_crc32c)
+        self._append(".bin", ids)
+        self._append(".ends", (chunk.ends + written.tokens).astype("<u8"))
         if chunk.is_target is not None:
             bits = np.concatenate([np.array(written.bits, np.bool_), chunk.is_target])
             n_bits = len(bits) // 8 * 8
-            self._add_bits(bits[:n_bits])
+            self._append(".mask", np.packbits(bits[:n_bits], bitorder="little"))
             written.bits = bits[n_bits:].tolist()
         written.tokens += len(chunk.ids)
         written.documents += len(chunk.ends)
@@ -122,27 +118,26 @@ class TokenFileWriter:
         written.has_bytes = written.has_bytes and chunk.has_bytes
         written.notes = dict(Counter(written.notes) + Counter(chunk.notes))
 
-    def _add_bits(self, bits: NDArray[np.bool_]) -> None:
-        assert self._mask is not None
-        assert self.written.mask_crc32c is not None
-        content = np.packbits(bits, bitorder="little")
-        self.written.mask_crc32c = _append(self._mask, content, self.written.mask_crc32c)
+    def _append(self, suffix: str, values: NDArray[Any]) -> None:
+        content = values.tobytes()
+        self._files[suffix].write(content)
+        checksums = self.written.checksums
+        checksums[suffix] = google_crc32c.extend(checksums[suffix], content)
 
     def sync(self) -> None:
         """Return when what is written is on the disk."""
-        for file in (self._ids, self._ends, self._mask):
-            if file is not None:
-                sync(file)
+        for file in self._files.values():
+            sync(file)
 
     def close(self) -> None:
-        for file in (self._ids, self._ends, self._mask):
-            if file is not None:
-                file.close()
+        for file in self._files.values():
+            file.close()
 
     def finish(self, sources: Sequence[SourceRecord], options: Mapping[str, Any]) -> TokenIndex:
         """Write and return the index."""
-        if self._mask is not None:
-            self._add_bits(np.array(self.written.bits, np.bool_))
+        if self.written.bits:
+            bits = np.array(self.written.bits, np.bool_)
+            self._append(".mask", np.packbits(bits, bitorder="little"))
         self.sync()
         self.close()
         contents = asdict(self.written)
@@ -161,13 +156,6 @@ class TokenFileWriter:
         return index
 
 
-def _append(file: BinaryIO, values: NDArray[Any], checksum: int) -> int:
-    """Write `values`. Return the checksum of the file, which was `checksum`."""
-    content = values.tobytes()
-    file.write(content)
-    return google_crc32c.extend(checksum, content)
-
-
 @dataclass
 class _Progress:
     """How far the token files of a directory are written."""
@@ -184,8 +172,10 @@ class _Progress:
         try:
             saved = parse_json(read_bytes(directory / _PROGRESS, MAX_INDEX_BYTES))
         except (OSError, ValueError):
-            mask_crc32c = 0 if has_mask else None
-            return cls([_Written(mask_crc32c=mask_crc32c) for _ in range(n_splits)])
+            suffixes = [".bin", ".ends"]
+            if has_mask:
+                suffixes.append(".mask")
+            return cls([_Written(checksums=dict.fromkeys(suffixes, 0)) for _ in range(n_splits)])
         written = [_Written(**each) for each in saved.pop("written")]
         return cls(written, **saved)
 

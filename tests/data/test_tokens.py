@@ -38,8 +38,10 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
         "tokens": len(array),
         "documents": 1,
         "dtype": "uint16",
-        "crc32c": google_crc32c.value(array.tobytes()),
-        "ends_crc32c": google_crc32c.value(ends.tobytes()),
+        "checksums": {
+            ".bin": google_crc32c.value(array.tobytes()),
+            ".ends": google_crc32c.value(ends.tobytes()),
+        },
         "sources": [],
     }
     (folder / f"{name}.bin").write_bytes(array.tobytes())
@@ -82,6 +84,7 @@ def test_token_windows_of_a_file_and_an_array(
         ("json", "", ".*JSON"),
         ("json", "{}", ".*format: "),
         ("json", '{"format": 2}', ".*format: .* 1"),
+        ("json", '{"format": 1, "checksums": {".bin": 1}}', "not the index of a token file: "),
     ],
 )
 def test_token_file_that_is_damaged_is_refused(
