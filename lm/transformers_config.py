@@ -187,6 +187,8 @@ class TransformersConfig(Config, frozen=True):
                 "its attention computes, and then ignores, pairs of tokens of different documents"
             )
             notes.append(f"{note}, as its class makes masks otherwise")
+        if examined.packed_by == "cu_seq_lens" and examined.attention in get_args(Attention):
+            notes.append("on a GPU its linear attention is flash-linear-attention's")
         if not examined.cache:
             notes.append("samples compute all tokens again for each new one, as its cache is wrong")
         if examined.untrained:

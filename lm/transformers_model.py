@@ -24,6 +24,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -558,6 +560,47 @@ def _in_chunks(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
+HAS_FLA = find_spec("fla") is not None
+"""Whether flash-linear-attention is installed, whose kernels are for GPUs."""
+
+
+def rule_by_fla(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """Return what `gated_delta_rule` does, by flash-linear-attention, which takes a single row.
+
+    Args:
+        cu_seqlens: where documents start in all rows, one after the other, and where the last ends.
+    """
+    fla: Any = import_module("fla.ops.gated_delta_rule")
+    rows = [x.flatten(0, 1)[None] for x in (query, key, value, g, beta)]
+    output, _ = fla.chunk_gated_delta_rule(
+        *rows, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens
+    )
+    return output.view_as(value)
+
+
+def _on_gpus(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `_in_chunks`, or fla where a GPU computes and it is told where documents start."""
+    in_chunks = _in_chunks(theirs)
+
+    @functools.wraps(theirs)
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if cu_seqlens is None or not HAS_FLA or not query.is_cuda:
+            return in_chunks(query, key, value, g, beta, **options)
+        return rule_by_fla(query, key, value, g, beta, cu_seqlens), None
+
+    return rule
+
+
 def _convolve(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the causal convolution of a class, which is ours where it gets documents."""
 
@@ -585,7 +628,7 @@ def _convolve(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _OPERATORS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "torch_chunk_gated_delta_rule": _in_chunks,
+    "torch_chunk_gated_delta_rule": _on_gpus,
     "causal_conv1d_fn": _convolve,
 }
 """Functions of modeling files that let packed documents see each other."""

@@ -36,8 +36,8 @@ def read_model_defaults(draft: Draft, defaults: ModelDefaults) -> Mapping[str, A
     attention = draft.values.get("attn_implementation")
     amp_dtype = draft.values.get("amp_dtype", "auto")
     kernels = OWN_KERNELS
-    if isinstance(attention, str) and amp_dtype in (None, "auto", "bfloat16", "float16"):
-        kernels = Kernels(attention, amp_dtype)
+    if amp_dtype in (None, "auto", "bfloat16", "float16"):
+        kernels = Kernels(attention if isinstance(attention, str) else None, amp_dtype)
     return defaults(source, kernels)
 
 

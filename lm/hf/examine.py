@@ -27,9 +27,10 @@ than a second, each question by the class's own forward and as a run would:
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
 turned off.
 
-What depends on kernels is asked again where a run names those of others (`attn_implementation`): on
-its device, in its dtype, and of two rows. No answer is exact in 16 bits: what is computed may be a
-few times as far from float32 as what the class itself computes in them.
+What depends on kernels is asked again where a run names those of others (`attn_implementation`), or
+would call flash-linear-attention on a GPU: on its device, in its dtype, and of two rows. In 16 bits
+no answer is exact: what is computed may be a few times as far from float32 as what the class itself
+computes.
 
 What a class does otherwise for longer sequences is asked, too: every integer of a config that acts
 on positions, such as the length beyond which rotary frequencies change, is less than the longest
@@ -93,6 +94,7 @@ from lm.transformers_config import (
     TransformersConfig,
 )
 from lm.transformers_model import (
+    HAS_FLA,
     TransformersModel,
     build_network,
     convert_weights,
@@ -280,6 +282,8 @@ class _Computation:
     dtype: torch.dtype = torch.float32
     attention: str | None = None
     """its `attn_implementation`; None = each way of `Attention` is tried"""
+    arguments: tuple[PackedBy, ...] = get_args(PackedBy)[:-1]
+    """that are tried; the last one is for kernels of others"""
 
     @classmethod
     def of_run(cls, kernels: Kernels) -> _Computation | None:
@@ -288,12 +292,18 @@ class _Computation:
         Raises:
             ConfigError: they are code of the Hub.
         """
-        if kernels.attention is None:
+        name = kernels.attention
+        if name is None and not HAS_FLA:
             return None
-        if "/" in kernels.attention:
-            problem = f"attn_implementation: {kernels.attention}: code of the Hub is never run"
+        if name is not None and "/" in name:
+            problem = f"attn_implementation: {name}: code of the Hub is never run"
             raise ConfigError(f"{problem}; use kernels of an installed package, or null")
         device = choose_device(Launch.from_env(os.environ))
+        arguments: tuple[PackedBy, ...] = get_args(PackedBy)
+        if name is None:
+            if device.type != "cuda":
+                return None
+            arguments = arguments[-1:]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dtype = None
@@ -301,7 +311,7 @@ class _Computation:
             dtype = best_dtype(device)
         elif kernels.amp_dtype is not None:
             dtype = getattr(torch, kernels.amp_dtype)
-        return cls(device, dtype or torch.float32, kernels.attention)
+        return cls(device, dtype or torch.float32, name, arguments)
 
     def facts(self) -> Mapping[str, str | None]:
         """Return what answers depend on."""
@@ -327,9 +337,9 @@ def examine(values: Mapping[str, Any], kernels: Kernels = OWN_KERNELS) -> Examin
     model_type = values.get("model_type")
     program = describe_program(__name__, [*_PACKAGES, *_OTHER_PACKAGES])
     of_run = _Computation.of_run(kernels)
-    if of_run is not None:
+    if kernels.attention is not None:
         with error_prefix(f"attn_implementation: {kernels.attention}"):
-            build_network(read_config(values), attention=str(kernels.attention))
+            build_network(read_config(values), attention=kernels.attention)
     problems: list[str] = []
     for config in small_configs(values, _derived_sizes(values)):
         facts: dict[str, Any] = {"program": program, "examination": config}
@@ -432,9 +442,7 @@ def _examine(config: dict[str, Any], of_run: _Computation | None) -> Examination
                 asked = within
                 answers = _ask(asked)
         if of_run is not None and answers.holding() >= _NEEDED.keys():
-            of_kernels = _ask(asked, _OF_KERNELS, of_run)
-            findings = answers.findings | of_kernels.findings
-            answers = _Answers(findings, of_kernels.way, answers.untrained)
+            answers = _ask_kernels(asked, answers, of_run)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
@@ -682,6 +690,21 @@ class _Answers(NamedTuple):
         }
 
 
+def _ask_kernels(small: _Small, answers: _Answers, of_run: _Computation) -> _Answers:
+    """Return the answers, of which those that depend on kernels are of what a run computes.
+
+    Kernels that no key names are taken for linear attention alone, and only where rows are packed.
+    """
+    is_named = of_run.attention is not None
+    if not is_named and answers.way.packed_by != "seq_idx":
+        return answers
+    of_kernels = _ask(small, _OF_KERNELS, of_run)
+    packing = of_kernels.findings.get("packing")
+    if not is_named and (packing is None or not packing.holds):
+        return answers
+    return _Answers(answers.findings | of_kernels.findings, of_kernels.way, answers.untrained)
+
+
 def _ask(
     small: _Small, questions: Set[Question] = _QUESTIONS, how: _Computation = _EXACT
 ) -> _Answers:
@@ -767,9 +790,10 @@ class _Exam:
         self.hidden_states = hidden_states
         self.sizes = measure_sizes(small.network)
         self.attentions: Sequence[str] = get_args(Attention)
-        self.n_rows = 1
         if how.attention is not None:
             self.attentions = [how.attention]
+        self.n_rows = 1
+        if how.arguments != _EXACT.arguments:
             self.n_rows = 2  # some kernels keep documents apart in a single row alone
         self.lengths = _DOCUMENTS * self.n_rows
         self.documents = [_tokens(length, seed + i) for i, length in enumerate(self.lengths)]
@@ -944,10 +968,8 @@ class _Exam:
     def _packings(self) -> dict[_Way, Finding]:
         """What was found of each way that was tried: all up to one that is right."""
         tried: dict[_Way, Finding] = {}
-        arguments: Sequence[PackedBy] = get_args(PackedBy)
-        if self.how.attention is None:
-            arguments = arguments[:-1]  # no kernels of others are called
-        for way in itertools.starmap(_Way, itertools.product(self.attentions, arguments)):
+        ways = itertools.product(self.attentions, self.how.arguments)
+        for way in itertools.starmap(_Way, ways):
             finding = self._attempt_batch(way, self.packed)
             if finding.holds:
                 masks = _MASKS.get(way.attention, f", with {way.attention}")

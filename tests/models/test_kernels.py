@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,12 +15,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lm.config.reading import read_hyperparameters
+from lm.delta_rule import gated_delta_rule
 from lm.errors import ConfigError
 from lm.hf.base import open_model
 from lm.hf.weights import examined_config, model_defaults
 from lm.runtime.world import World
 from lm.transformers_config import Examined, Kernels, TransformersConfig
-from lm.transformers_model import TransformersModel
+from lm.transformers_model import TransformersModel, rule_by_fla
 from tests.support.hf import complete_values, read_with_model_defaults, save_model
 from tests.support.parallelism import train_each
 from tests.support.ranks import run_ranks
@@ -199,6 +202,40 @@ def test_kernels_are_examined_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert not is_examined("sdpa", None)
     is_examined("sdpa", "bfloat16")
     assert not is_examined("sdpa", "bfloat16")
+
+
+@pytest.mark.parametrize("lengths", [(5, 70), (75,)])
+def test_flash_linear_attention_is_called_with_all_rows_in_one(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in for its function, which computes each document alone."""
+
+    def stand_in(*inputs: Tensor, cu_seqlens: Tensor, use_qk_l2norm_in_kernel: bool) -> Any:
+        assert use_qk_l2norm_in_kernel
+        assert {len(x) for x in inputs} == {1}
+        parts = [x.split(cu_seqlens.diff().tolist(), dim=1) for x in inputs]
+        outputs: list[Tensor] = []
+        for document in zip(*parts, strict=True):
+            ids = torch.zeros(document[0].shape[:2], dtype=torch.int64)
+            outputs.append(gated_delta_rule(*document, ids))
+        return torch.cat(outputs, dim=1), None
+
+    package = ModuleType("fla.ops.gated_delta_rule")
+    package.chunk_gated_delta_rule = stand_in  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", package)
+
+    n_tokens = sum(lengths)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, n_tokens, 2, 16, dtype=torch.float64)
+    value = torch.randn(2, n_tokens, 4, 8, dtype=torch.float64)
+    decay, beta = torch.rand(2, 2, n_tokens, 4, dtype=torch.float64)
+    inputs = (query, key, value, -decay, beta)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    starts = torch.tensor([0, *lengths, *lengths]).cumsum(0)
+    expected = gated_delta_rule(*inputs, ids.expand(2, -1))
+    torch.testing.assert_close(rule_by_fla(*inputs, starts), expected)
 
 
 # ---- runs
