@@ -128,6 +128,7 @@ CLASSES: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"sharding": "full-shard"}),  # complete logits
     ("ministral3", {"sharding": "full-shard", "lora_rank": 4, "init_from": "base"}),
     ("gpt_oss", NF4_OF_A_CLASS | {"sharding": "full-shard"}),
+    ("gpt_oss", NF4_OF_A_CLASS | {"sharding": "full-shard", "base_dtype": "mxfp4"}),
     ("qwen3_moe", NF4_OF_A_CLASS | {"sharding": "grad-shard", "activation_checkpointing": "full"}),
 ]
 
