@@ -2,7 +2,7 @@
 
     python -m lm.evaluate MODEL [MODEL ...] --tasks TASK [TASK ...] [--limit N] [--max-tokens N]
                           [--chat] [--json] [--dtype float32|bfloat16|float16]
-                          [--base DIRECTORY] [--unquantized]
+                          [--base DIRECTORY]
     python -m lm.launch -m lm.evaluate ...
 
 MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, or a name
@@ -56,7 +56,7 @@ def score_model(
     from lm.tasks.scoring import Scorer, grade
 
     with world.all_or_none():
-        model, tokenizer = open_model(source, world.device, args.dtype, args.base, args.unquantized)
+        model, tokenizer = open_model(source, world.device, args.dtype, args.base)
         config = model.config
         if args.max_tokens is not None:
             shorter = min(args.max_tokens, config.max_seq_len)

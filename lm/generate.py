@@ -4,7 +4,7 @@
     python -m lm.generate CHECKPOINT --chat [--prompt TEXT]
 
 Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed S]
-[--base DIRECTORY] [--dtype DTYPE] [--unquantized].
+[--base DIRECTORY] [--dtype DTYPE].
 
 If --prompt is -, the prompt is standard input, line breaks included. --chat answers the prompt, or
 each line of standard input, with the tokenizer's chat template: Ctrl-C ends an answer, the end of
@@ -12,8 +12,8 @@ the input ends the chat. A text ends at the tokenizer's end of text or at a toke
 generation_config.json, an answer also at the template's end of turn. CHECKPOINT is the directory or
 URL of a checkpoint, written by any number of ranks, or of a run, which means its newest, or a
 Hugging Face model, as a directory or OWNER/MODEL. It is loaded into one process, on a GPU if one is
-available. LoRA adapters are merged into their base, which is read from where it was in training, or
-from DIRECTORY.
+available. LoRA adapters are next to their base, as in training, which is read from where it was
+then, or from DIRECTORY.
 """
 
 from __future__ import annotations
@@ -261,9 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     less = "use --dtype bfloat16, or a smaller --max-new-tokens"
     with explaining_out_of_memory(0, remedy=less):
-        model, tokenizer = open_model(
-            args.checkpoint, device, args.dtype, args.base, args.unquantized
-        )
+        model, tokenizer = open_model(args.checkpoint, device, args.dtype, args.base)
         # `sampling.generate` only turns gradients off, as it also runs between training steps.
         with torch.inference_mode():
             if args.chat:

@@ -1,13 +1,13 @@
 """Command: export to Hugging Face, and examine classes of transformers.
 
     python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY]
-                           [--adapter | --unquantized]
+                           [--adapter]
     python -m lm.hf examine MODEL|MODEL_TYPE
 
 RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which
 is read from where it was in training, or from DIRECTORY, and has the values that training computed
-with: dequantized ones, if it was in base_dtype, unless --unquantized is given. With --adapter they
-are written alone, in PEFT's format. MODEL is a directory of Hugging Face, or a name on the Hub.
+with: dequantized ones, if it was in base_dtype. With --adapter they are written alone, in PEFT's
+format. MODEL is a directory of Hugging Face, or a name on the Hub.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from lm.data.hub import find_directory
 from lm.errors import command
 from lm.fileio import home_path
-from lm.hf.arguments import UNQUANTIZED
 from lm.hf.files import WEIGHT_DTYPES
 from lm.units import format_bytes
 
@@ -29,9 +28,7 @@ def _export(args: argparse.Namespace) -> int:
     from lm.hf.export import export_model  # imports PyTorch, which takes seconds
 
     started = time.monotonic()
-    n_bytes = export_model(
-        args.checkpoint, args.out, args.dtype, args.base, args.adapter, args.unquantized
-    )
+    n_bytes = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)
     seconds = time.monotonic() - started
     in_dtype = f" in {args.dtype}" if args.dtype is not None else ""
     print(f"{args.out}: {format_bytes(n_bytes)}{in_dtype} in {seconds:.0f} s")
@@ -63,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of the weights (float32; of a class of transformers: as in its files)",
     )
     add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
-    add = export.add_mutually_exclusive_group().add_argument
     add("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
-    add("--unquantized", action="store_true", help=UNQUANTIZED)
 
     examine_help = "print what of a class of transformers can be trained exactly here"
     examined = commands.add_parser("examine", help=examine_help)

@@ -7,14 +7,10 @@ import argparse
 from lm.fileio import home_path
 from lm.hf.files import WEIGHT_DTYPES
 
-UNQUANTIZED = "merge adapters into their base as it is, where training had it in base_dtype"
-"""what --unquantized does, in all commands"""
-
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --base, --dtype and --unquantized, as `lm.hf.base.open_model` takes them."""
+    """Add --base and --dtype, as `lm.hf.base.open_model` takes them."""
     add = parser.add_argument
     add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     dtype_help = "dtype of the weights and of all computations (%(default)s)"
     add("--dtype", choices=WEIGHT_DTYPES, default="float32", help=dtype_help)
-    add("--unquantized", action="store_true", help=UNQUANTIZED)

@@ -141,34 +141,28 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
     return directory
 
 
-def read_adapters(directory: Path, manifest: Manifest, unquantized: bool = False) -> Adapters:
+def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
     """Return the adapters in a checkpoint, in a single process.
-
-    Args:
-        unquantized: they are to be merged into their base as it is, whatever `base_dtype` is.
 
     Raises:
         CheckpointError: it is damaged.
     """
     model = model_of(directory, manifest)
-    config = lora_config(directory, manifest, model)
-    if unquantized:
-        config = config.model_copy(update={"base_dtype": None})
-    adapters = Adapters(config, model)
+    adapters = Adapters(lora_config(directory, manifest, model), model)
     load_weights(directory, adapters)
     return adapters
 
 
 @torch.no_grad()
-def load_merged_model(
+def load_trained_model(
     directory: Path,
     device: torch.device,
     base_dir: Path | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> AnyModel:
-    """Return the model of a checkpoint in a single process, with adapters merged in float32.
+    """Return the model of a checkpoint in a single process, in evaluation mode.
 
-    Their base is as it is, whatever `base_dtype` is. The model is in evaluation mode.
+    It computes as in training: adapters are next to their base, which is in `base_dtype`.
 
     Args:
         base_dir: see `open_base`.
@@ -180,48 +174,19 @@ def load_merged_model(
     """
     manifest = read_manifest(directory)
     config = weights.with_kernels(model_of(directory, manifest))
-    opened: Path | None = None
+    base: Path | None = None
     if manifest.base is not None:
-        opened = open_base(manifest.base, base_dir)  # its files are as large as the manifest says
+        base = open_base(manifest.base, base_dir)  # its files are as large as the manifest says
     elif base_dir is not None:
         raise ConfigError(f"--base: {directory} has no LoRA adapters; leave --base out for it")
     with torch.device("meta"):
-        model = new_model(config).eval()
-    if opened is None:
-        convert_weights(model, dtype)
-        model.to_empty(device=device)
-        load_weights(directory, lora.trained_parameters(model))
-        return model
+        model = new_model(config)
+        if base is not None:
+            lora.add_adapters(model, lora_config(directory, manifest, config), None)
+        convert_weights(model.eval(), dtype)
     model.to_empty(device=device)
-    weights.read_directory(opened, model)
-    adapters = read_adapters(directory, manifest, unquantized=True)
-    for name, parameter in model.named_parameters():
-        adapters.merge(name, parameter)
-    convert_weights(model, dtype)
-    return model
-
-
-def load_trained_model(
-    directory: Path,
-    device: torch.device,
-    base_dir: Path | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> AnyModel:
-    """Return the model of a checkpoint as it was trained, with adapters on a base in `base_dtype`.
-
-    Args and Raises: see `load_merged_model`.
-    """
-    manifest = read_manifest(directory)
-    config = weights.with_kernels(model_of(directory, manifest))
-    adapters = lora_config(directory, manifest, config)
-    if manifest.base is None or adapters.base_dtype is None:
-        return load_merged_model(directory, device, base_dir, dtype)  # which computes the same
-    opened = open_base(manifest.base, base_dir)
-    with torch.device("meta"):
-        model = lora.add_adapters(new_model(config), adapters, None).eval()
-        convert_weights(model, dtype)
-    model.to_empty(device=device)
-    weights.read_directory(opened, model)
+    if base is not None:
+        weights.read_directory(base, model)
     load_weights(directory, lora.trained_parameters(model))
     return model
 
@@ -230,13 +195,9 @@ def load_model(
     directory: Path,
     device: torch.device,
     base_dir: Path | None = None,
-    unquantized: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[AnyModel, Tokenizer]:
     """Return the model and the tokenizer of a checkpoint; see `load_trained_model`.
-
-    Args:
-        unquantized: merge adapters into their base as it is, whatever `base_dtype` is.
 
     Raises:
         CheckpointError: it is incomplete or damaged.
@@ -253,8 +214,7 @@ def load_model(
         manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
     )
     tokenizer.limit_ids(model_of(directory, manifest).vocab_size)
-    load = load_merged_model if unquantized else load_trained_model
-    return load(directory, device, base_dir, dtype), tokenizer
+    return load_trained_model(directory, device, base_dir, dtype), tokenizer
 
 
 @without_prefix("init_from")
@@ -263,7 +223,6 @@ def open_model(
     device: torch.device | str = "cpu",
     dtype: str = "float32",
     base_dir: Path | None = None,
-    unquantized: bool = False,
 ) -> tuple[AnyModel, Tokenizer]:
     """Return the model and the tokenizer of a run, a checkpoint, or a model of Hugging Face.
 
@@ -274,9 +233,7 @@ def open_model(
             checkpoint is opened.
         device: cpu, cuda or cuda:INDEX.
         dtype: of the weights: one of `WEIGHT_DTYPES`.
-        base_dir: a copy of the base of LoRA adapters, which are merged into it unless it was
-            quantized; None = where it was in training.
-        unquantized: see `load_model`.
+        base_dir: a copy of the base of LoRA adapters; None = where it was in training.
 
     Raises:
         ConfigError: there is none at `source`, it has no tokenizer, or no use for `base_dir`; or
@@ -294,7 +251,7 @@ def open_model(
     weight_dtype = getattr(torch, dtype)
     if not weights.is_model(source):
         checkpoint = find_checkpoint(source)
-        return load_model(checkpoint, device, base_dir, unquantized, weight_dtype)
+        return load_model(checkpoint, device, base_dir, weight_dtype)
     if base_dir is not None:
         raise ConfigError(f"--base: {source} has no LoRA adapters; leave --base out for it")
     directory = weights.find_source(source)

@@ -80,7 +80,6 @@ def export_model(
     dtype: str | None = None,
     base_dir: Path | None = None,
     adapters_only: bool = False,
-    unquantized: bool = False,
 ) -> int:
     """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
@@ -90,7 +89,6 @@ def export_model(
         base_dir: see `open_base`; of adapters alone, only its config.json is read.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
             merged.
-        unquantized: see `read_adapters`; otherwise the model is the trained one.
 
     Returns:
         Bytes of weights.
@@ -110,7 +108,7 @@ def export_model(
         of_adapters = getattr(torch, dtype or "float32")
         return _export_adapters(out, directory, manifest, config, of_adapters, base_dir)
     if isinstance(config, TransformersConfig):
-        return _export_of_transformers(out, directory, manifest, dtype, base_dir, unquantized)
+        return _export_of_transformers(out, directory, manifest, dtype, base_dir)
     dtype = dtype or "float32"
     assert isinstance(config, ModelConfig)
     family = config_json.find_family(config)
@@ -132,7 +130,7 @@ def export_model(
     adapters: Adapters | None = None
     if manifest.base is not None:
         weights_dir = open_base(manifest.base, base_dir)
-        adapters = read_adapters(directory, manifest, unquantized)
+        adapters = read_adapters(directory, manifest)
     sources = find_weights(weights_dir, config)
     weights = _Weights(config, sources, adapters, places, shapes, getattr(torch, dtype))
     with writing(out), drafted(out, weights.n_bytes) as draft:
@@ -152,7 +150,6 @@ def _export_of_transformers(
     manifest: Manifest,
     dtype: str | None,
     base_dir: Path | None,
-    unquantized: bool,
 ) -> int:
     """Write the directory of `init_from` again, with the weights of a checkpoint."""
     source = manifest.hyperparameters.get("init_from")
@@ -174,7 +171,7 @@ def _export_of_transformers(
 
     get_tensor: Callable[[str], Tensor] = read_tensor
     if manifest.base is not None:
-        adapters = read_adapters(directory, manifest, unquantized)
+        adapters = read_adapters(directory, manifest)
         get_tensor = _merge_adapters(class_weights.load(), adapters)
     tokenizer = _load_tokenizer(directory, manifest)
     files: dict[str, bytes | None] = {}

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError
 from lm.hf import export, weights
-from lm.hf.base import load_merged_model
+from lm.hf.base import load_trained_model
 from lm.training import four_bits, lora, parallelize
 from lm.training.four_bits import FORMATS, NF4, Format, quantize_nf4
 from lm.transformers_config import TransformersConfig
@@ -324,7 +324,7 @@ def test_experts_of_a_checkpoint_are_quantized_as_a_base(
     hp = read_with_model_defaults(settings("qwen3_moe", models) | {"init_from": str(checkpoint)})
     model = build_adapted(hp).to_empty(device="cpu")
     weights.read_directory(checkpoint, model)
-    dense = load_merged_model(checkpoint, torch.device("cpu"))
+    dense = load_trained_model(checkpoint, torch.device("cpu"))
     packed = dict(model.named_parameters())
     for name, weight in dense.named_parameters():
         if "experts" in name:

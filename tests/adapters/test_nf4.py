@@ -362,41 +362,39 @@ def test_nf4_run_resumes_exactly_and_only_on_nf4(
     assert read_exact_metrics(tmp_path) == read_exact_metrics(trained)
 
 
-def dense_model(bases: dict[str, Path], checkpoint: Path, is_quantized: bool) -> AnyModel:
-    """The model of a checkpoint in a plain loop: a base, quantized or not, plus B A."""
-    adapters = hf_base.read_adapters(checkpoint, read_manifest(checkpoint), unquantized=True)
+def dense_model(bases: dict[str, Path], checkpoint: Path) -> AnyModel:
+    """The model of a checkpoint in a plain loop: the base, dequantized, plus B A."""
+    adapters = hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
     config = weights.read_structure(bases["llama"])
     model = weights.load_model(bases["llama"], config, torch.device("cpu"), torch.float32)
     for name, parameter in model.named_parameters():
-        if is_quantized and ".layers." in name and parameter.ndim == 2:
+        if ".layers." in name and parameter.ndim == 2:
             packed = quantize_nf4(parameter.detach())
-            parameter.data.copy_(NF4.dequantize(packed, torch.float32))
-        adapters.merge(name, parameter.data)
+            layer = name.removesuffix(".weight")
+            product = adapters[f"{layer}.lora_B.weight"] @ adapters[f"{layer}.lora_A.weight"]
+            scaled = adapters.config.lora_scale * product
+            parameter.data.copy_(NF4.dequantize(packed, torch.float32) + scaled)
     return model
 
 
 @pytest.mark.slow
-def test_commands_compute_with_the_quantized_base_unless_told_otherwise(
+def test_commands_compute_with_the_quantized_base(
     bases: dict[str, Path], trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = checkpoints_by_step(trained)[6]
     tokens = torch.arange(20)[None]
-    logits: dict[bool, Tensor] = {}
-    for unquantized in (False, True):
-        model, _ = hf_base.load_model(checkpoint, torch.device("cpu"), unquantized=unquantized)
-        with torch.no_grad():
-            logits[unquantized] = model.eval()(tokens)
-            expected = dense_model(bases, checkpoint, not unquantized)(tokens)
-        torch.testing.assert_close(logits[unquantized], expected, atol=1e-5, rtol=0)
-    assert (logits[False] - logits[True]).abs().max() > 1e-2
+    model, _ = hf_base.load_model(checkpoint, torch.device("cpu"))
+    assert any(parameter.dtype == torch.uint8 for parameter in model.parameters())
+    with torch.no_grad():
+        expected = dense_model(bases, checkpoint)(tokens)
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
 
     texts: list[str] = []
-    options = ([], ["--unquantized"], ["--base", str(bases["llama"])], ["--dtype", "bfloat16"])
-    for option in options:
+    for option in ([], ["--base", str(bases["llama"])], ["--dtype", "bfloat16"]):
         command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "20", *option]
         assert generate.main(command) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[2]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
@@ -407,17 +405,13 @@ def test_evaluation_on_nf4_is_that_of_the_run(
     (tmp_path / "task.jsonl").write_text(json.dumps(question) + "\n")
     tasks = ["--tasks", str(tmp_path / "task.jsonl"), "--json"]
     checkpoint = str(checkpoints_by_step(trained)[6])
-    found: list[float] = []
-    for option in ([], ["--unquantized"]):
-        assert evaluate.main([checkpoint, *tasks, *option]) == 0
-        (of_tasks,) = json.loads(capsys.readouterr().out).values()
-        found.append(of_tasks["task"]["bpb"])
+    assert evaluate.main([checkpoint, *tasks]) == 0
+    (of_tasks,) = json.loads(capsys.readouterr().out).values()
     run = resumable(bases) | {"eval_tasks": [str(tmp_path / "task.jsonl")], "max_steps": 7}
     shutil.copytree(trained / "runs", tmp_path / "runs")
     run_fsdp(tmp_path, "lr=1e-30", config=run, code=0)
     *_, report = read_reports(tmp_path, "validation").values()
-    assert found[0] == pytest.approx(report["eval_task_bpb"], rel=1e-5)
-    assert found[1] != pytest.approx(found[0], rel=1e-4)
+    assert of_tasks["task"]["bpb"] == pytest.approx(report["eval_task_bpb"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -427,17 +421,16 @@ def test_export_computes_what_commands_do(
     run = str(trained / "runs" / "test")
     checkpoint = checkpoints_by_step(trained)[6]
     tokens = torch.arange(20)[None]
-    for option in ([], ["--unquantized"]):
-        out = tmp_path / f"merged{len(option)}"
-        assert hf_main.main(["export", run, str(out), "--dtype", "float32", *option]) == 0
-        exported = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-        of_run, _ = hf_base.load_model(checkpoint, torch.device("cpu"), unquantized=bool(option))
-        with torch.no_grad():
-            logits = exported(tokens).logits
-            bound = 1e-6 * logits.abs().max().item()
-            torch.testing.assert_close(logits, of_run(tokens), atol=bound, rtol=0)
-            expected = dense_model(bases, checkpoint, is_quantized=not option)(tokens)
-        torch.testing.assert_close(logits, expected, atol=bound, rtol=0)
+    out = tmp_path / "merged"
+    assert hf_main.main(["export", run, str(out), "--dtype", "float32"]) == 0
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    of_run, _ = hf_base.load_model(checkpoint, torch.device("cpu"))
+    with torch.no_grad():
+        logits = exported(tokens).logits
+        bound = 1e-6 * logits.abs().max().item()
+        torch.testing.assert_close(logits, of_run(tokens), atol=bound, rtol=0)
+        expected = dense_model(bases, checkpoint)(tokens)
+    torch.testing.assert_close(logits, expected, atol=bound, rtol=0)
     assert hf_main.main(["export", run, str(tmp_path / "adapter"), "--adapter"]) == 0
     adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(adapters) == 4 * 7 * 2
