@@ -163,7 +163,7 @@ def build_of_transformers(hp: Hyperparameters) -> Any:
     near = hp
     if hp.own_model.positions != "rope":  # the closest family is GPT-2
         near = hp.replace(norm="layernorm", ffn="gelu", bias="all")
-    shape = config_json.write_config(near.own_model, "float32", None)
+    shape = config_json.write_config(near.own_model, "float32")
     if hp.own_model.ffn == "relu":
         shape["activation_function"] = "relu"
     torch.manual_seed(0)

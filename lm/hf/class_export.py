@@ -1,49 +1,33 @@
-"""A directory of Hugging Face written again by `save_pretrained`, with other weights.
+"""Directories of Hugging Face, written by `save_pretrained`.
 
-What is not a weight is copied byte for byte, so that what loads the source loads the result. The
-weights keep their names and layouts. Before the directory appears, `from_pretrained` reads it, and
-its values are compared with those that were to be written.
+What is not a weight of the directory that a model was read from is copied byte for byte, so that
+what loads it loads the result. The weights keep their names and layouts. Before the new directory
+appears, `from_pretrained` reads it, and its values are compared with those to be written.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lm.checkpoint.tensor_files import WRITE_BYTES
 from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, RunError
-from lm.fileio import open_regular, sync
+from lm.fileio import sync
 from lm.hf.class_weights import ClassWeights, open_weights, quiet_transformers
-from lm.hf.files import (
-    SAFETENSORS_INDEX,
-    WEIGHT_SUFFIXES,
-    follow_links,
-    list_weight_files,
-    read_object,
-    to_json,
-)
+from lm.hf.files import WEIGHT_SUFFIXES, read_object, to_json
 from lm.storage.folder import drafted, writing
 from lm.transformers_model import one_line
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 FILE_SIZE = "5GB"
 """of weights, at most"""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an export wrote."""
-
-    n_bytes: int
-    """of weights, with those of other parts"""
-    left_out: Sequence[Path]
-    """files that hold the weights of the source in other formats"""
 
 
 @torch.no_grad()
@@ -54,22 +38,19 @@ def export_directory(
     dtype: str | None = None,
     files: Mapping[str, bytes | None] | None = None,
     stop_ids: int | list[int] | None = None,
-) -> Exported:
+) -> int:
     """Write the directory of `opened` to `out`, with other weights of its language model.
 
     Args:
         get_tensor: returns a complete parameter or buffer of the network by its name.
         dtype: of these weights, one of `WEIGHT_DTYPES`, except for those that transformers keeps
             in float32; None = of each tensor that of the source.
-        files: contents by name, in place of what the directory has; None = it is left out.
+        files: see `write_directory`.
         stop_ids: `eos_token_id` of config.json; None = that of the directory.
 
-    Raises:
-        ConfigError: `out` exists, or transformers cannot write a layout that it reads.
-        RunError: `out` cannot be written, or a weight exceeds the range of its dtype.
+    Returns and Raises: see `write_directory`; also
+        ConfigError: transformers cannot write a layout that it reads.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
     opened.require_savable()
     if opened.quantization is not None:
         dtype = dtype or "bfloat16"
@@ -78,39 +59,41 @@ def export_directory(
     changed = _change_config(config, dtype, stop_ids)
     if changed != config:
         contents[MODEL_CONFIG] = to_json(changed)
-    contents |= files or {}
-    others = _list_others(opened.directory)
-    state = _collect(opened, get_tensor, dtype)
-    n_bytes = sum(tensor.nbytes for tensor in state.values())
-    with writing(out), drafted(out, n_bytes + others.n_bytes) as draft:
-        _save(opened, state, draft)
-        others.copy(opened.directory, draft, contents)
-        for name, content in contents.items():
-            if content is not None:
-                (draft / name).write_bytes(content)
-        _compare(state, draft)
-    return Exported(n_bytes, others.left_out)
+    state: dict[str, Tensor] = {}
+    if opened.other_parts:
+        state = opened.load_saved()
+
+    def get_saved(place: str) -> Tensor:
+        return get_tensor(opened.tied_to[opened.names[place]])
+
+    dtypes = opened.dtypes(None if dtype is None else getattr(torch, dtype))
+    state |= collect(opened.saved, opened.names, get_saved, dtypes)
+    return write_directory(opened.saved, state, out, contents | dict(files or {}), opened.directory)
 
 
 # ---- weights
 
 
-def _collect(
-    opened: ClassWeights, get_tensor: Callable[[str], Tensor], dtype: str | None
+def collect(
+    model: PreTrainedModel,
+    names: Iterable[str],
+    get_tensor: Callable[[str], Tensor],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
-    """Return all tensors of the model that was saved, with other ones of its language model."""
+    """Return tensors of `model` by their names, in `dtypes`; tied ones are one.
+
+    Raises:
+        RunError: one exceeds the range of its dtype.
+    """
+    places = model.state_dict(keep_vars=True)
+    converted: dict[int, Tensor] = {}
+    """by the tensor of `model`"""
     state: dict[str, Tensor] = {}
-    if opened.other_parts:
-        state = opened.load_saved()
-    dtypes = opened.dtypes(None if dtype is None else getattr(torch, dtype))
-    places = opened.saved.state_dict(keep_vars=True)
-    written: dict[int, Tensor] = {}
-    """by the tensor of `saved`, which is one for weights that are tied"""
-    for place, name in opened.names.items():
-        key = id(places[place])
-        if key not in written:
-            written[key] = _convert(place, get_tensor(opened.tied_to[name]), dtypes[place])
-        state[place] = written[key]
+    for name in names:
+        key = id(places[name])
+        if key not in converted:
+            converted[key] = _convert(name, get_tensor(name), dtypes[name])
+        state[name] = converted[key]
     return state
 
 
@@ -125,14 +108,49 @@ def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     raise RunError(f"{name}: {problem}")
 
 
-def _save(opened: ClassWeights, state: Mapping[str, Tensor], draft: Path) -> None:
+def write_directory(
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    out: Path,
+    files: Mapping[str, bytes | None],
+    source: Path | None = None,
+) -> int:
+    """Write `state`, all tensors of `model`, and `files` to the new directory `out`.
+
+    Args:
+        files: contents by name, in place of what `source` has; None = it is left out.
+        source: a directory whose other files are copied, but hidden ones and weights.
+
+    Returns:
+        Bytes of weights.
+
+    Raises:
+        ConfigError: `out` exists, or transformers would not read what it writes.
+        RunError: `out` cannot be written.
+    """
+    n_bytes = sum(tensor.nbytes for tensor in set(state.values()))
+    with writing(out), drafted(out, n_bytes) as draft:
+        _save(model, state, draft)
+        if source is not None:
+            _copy_others(source, draft)
+        for name, content in files.items():
+            path = draft / name
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(content)
+        _compare(state, draft)
+    return n_bytes
+
+
+def _save(model: PreTrainedModel, state: Mapping[str, Tensor], draft: Path) -> None:
     """Write the files of weights to `draft`, and no others."""
     from transformers import GenerationConfig
 
-    opened.saved.generation_config = GenerationConfig()  # that of the model may be refused
+    model.generation_config = GenerationConfig()  # that of the model may be refused
     try:
         with quiet_transformers():
-            opened.saved.save_pretrained(draft, state_dict=dict(state), max_shard_size=FILE_SIZE)
+            model.save_pretrained(draft, state_dict=dict(state), max_shard_size=FILE_SIZE)
     except OSError:  # `writing` says it
         raise
     except Exception as error:  # of safetensors, if the disk is full, or of any type
@@ -158,47 +176,14 @@ def _compare(state: Mapping[str, Tensor], draft: Path) -> None:
 # ---- other files
 
 
-@dataclass(frozen=True)
-class _Others:
-    """Files of a directory other than its weights."""
-
-    copied: Sequence[Path]
-    left_out: Sequence[Path]
-    """which have the weights of the source in other formats"""
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(follow_links(path).stat().st_size for path in self.copied)
-
-    def copy(self, directory: Path, draft: Path, replaced: Collection[str]) -> None:
-        """Copy the files that are not `replaced`."""
-        for path in self.copied:
-            name = path.relative_to(directory)
-            if str(name) in replaced:
-                continue
-            copy = draft / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                open(follow_links(path), "rb", opener=open_regular) as file,
-                copy.open("xb") as copied,
-            ):
-                shutil.copyfileobj(file, copied, WRITE_BYTES)
-
-
-def _list_others(directory: Path) -> _Others:
-    """Return the files of `directory`, except for hidden ones and those of its weights."""
-    weights = {*list_weight_files(directory), directory / SAFETENSORS_INDEX}
-    copied: list[Path] = []
-    left_out: list[Path] = []
-    for path in sorted(directory.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
-        if is_hidden or path in weights or not path.is_file():
-            continue
-        if path.name.endswith(WEIGHT_SUFFIXES):
-            left_out.append(path)
-        else:
-            copied.append(path)
-    return _Others(copied, left_out)
+def _copy_others(source: Path, draft: Path) -> None:
+    """Copy the files of `source`, except for hidden ones and weights."""
+    for path in source.rglob("*"):
+        name = path.relative_to(source)
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if path.is_file() and not is_hidden and not path.name.endswith(WEIGHT_SUFFIXES):
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, draft / name)
 
 
 def _change_config(

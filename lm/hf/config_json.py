@@ -45,35 +45,29 @@ def describe_no_family(config: ModelConfig) -> list[str]:
 
 def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
     """Return an error for each value of `config` that `family` cannot represent."""
-    supported = dict(family.supported)
-    if family.zero_biases:
-        del supported["bias"]
     if_no_key: dict[str, tuple[Any, ...]] = {
         "n_kv_heads": (None, config.n_heads),
         "head_dim": (None, config.d_model // config.n_heads),
         "sliding_window": (None,),
         "n_shared_experts": (None,),
     }
-    supported |= {key: values for key, values in if_no_key.items() if key not in family.keys}
+    has_key = family.keys.values()
+    without = {key: values for key, values in if_no_key.items() if key not in has_key}
     errors: list[ConfigError] = []
-    for key, values in supported.items():
+    for key, values in {**family.supported, **without}.items():
         value = getattr(config, key)
         if value not in values:
             advice = " or ".join(map(str, values))
-            problem = f"{key}: {value} has no counterpart in {family.class_name}; use {advice}"
+            problem = f"{key}: {value} has no counterpart in {family.model_type}; use {advice}"
             errors.append(ConfigError(problem))
     return errors
 
 
-def write_config(
-    config: ModelConfig, dtype: str, end_of_text: int | None, beginning: int | None = None
-) -> dict[str, Any]:
+def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the `config.json` of a model, readable by transformers 4 and 5.
 
     Args:
         dtype: of the weights, e.g. "bfloat16".
-        end_of_text: id of the token that ends generation.
-        beginning: id of the token that starts a text, if the tokenizer has one.
 
     Raises:
         ConfigError: see `find_family`.
@@ -85,24 +79,16 @@ def write_config(
     values["d_ff"] = config.ffn_width
     values["head_dim"] = config.head_width
     values["max_seq_len"] = config.context_length
+    values["attention_bias"] = config.bias in ("attention", "all")
+    values["ffn_bias"] = config.bias in ("ffn", "all")
 
-    raw: dict[str, Any] = {
-        "architectures": [family.class_name],
-        "model_type": family.model_type,
-    }
-    for key, their_key in family.keys.items():
-        raw[their_key] = values[key]
-    raw |= family.constants
-    for their_key in family.dropout_keys:
-        raw[their_key] = config.dropout
-    if beginning is None and family.bos_is_eos:
-        beginning = end_of_text
+    raw: dict[str, Any] = {"model_type": family.model_type}
+    for key, our_key in family.keys.items():
+        raw[key] = values[our_key]
     raw["dtype"] = dtype
     raw["torch_dtype"] = dtype  # of transformers 4
-    raw["bos_token_id"] = beginning
-    raw["eos_token_id"] = end_of_text
-    raw["pad_token_id"] = None  # the family's may be beyond the vocabulary
-    raw |= family.biases.get(config.bias, {})
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        raw[key] = None  # the family's may be beyond the vocabulary
     if config.positions == "rope":
         raw |= _write_rope(config)
     return raw

@@ -1,23 +1,19 @@
 """Export of a checkpoint for transformers' `from_pretrained`, or of its adapters for PEFT's.
 
-Tensors are read one at a time, so that memory holds one tensor and one file. The files are written
-to a temporary directory that is renamed when it is complete.
+Memory holds the weights once, in the dtype of the export.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lm.checkpoint.contents import verify
 from lm.checkpoint.headers import full_shape
@@ -26,7 +22,6 @@ from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import WEIGHTS, Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import (
     Source,
-    group_by_size,
     read_into,
     torch_dtype,
     write_tensors,
@@ -43,21 +38,19 @@ from lm.data.tokenizer.files import (
     read_tokenizer_files,
 )
 from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
-from lm.errors import ConfigError, RunError, limit_problems, oserror_as_config_error
+from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import config_json, families, weights
 from lm.hf.base import open_base, read_adapters
-from lm.hf.class_export import export_directory
+from lm.hf.class_export import collect, export_directory, write_directory
 from lm.hf.class_weights import open_weights
-from lm.hf.families import Place
-from lm.hf.files import SAFETENSORS_FILE, SAFETENSORS_INDEX, to_json
+from lm.hf.files import to_json
 from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.weights import find_weights
-from lm.launch.console import warn
 from lm.shards import Rows
 from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
-from lm.training.roles import find_expert_matrices, find_linear_layers, is_bias_of_experts
+from lm.training.roles import find_expert_matrices, find_linear_layers
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     NETWORK,
@@ -67,7 +60,7 @@ from lm.transformers_model import (
     without_numbers,
 )
 from lm.transformers_private import find_renamed, layouts_of_experts
-from model import ModelConfig, Transformer
+from model import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,49 +100,80 @@ def export_model(
     if adapters_only:
         of_adapters = getattr(torch, dtype or "float32")
         return _export_adapters(out, directory, manifest, config, of_adapters, base_dir)
-    if isinstance(config, TransformersConfig):
-        return _export_of_transformers(out, directory, manifest, dtype, base_dir)
-    dtype = dtype or "float32"
-    assert isinstance(config, ModelConfig)
-    family = config_json.find_family(config)
-    places, shapes = families.map_parameters(family, config)
     verify(directory, manifest, parts=WEIGHTS)
-
-    tokenizer = _load_tokenizer(directory, manifest)
-    files: dict[str, bytes] = {}
-    if tokenizer is None:
-        model_settings = config_json.write_config(config, dtype, None)
-        files[GENERATION_CONFIG] = to_json({})
-    else:
-        model_settings = config_json.write_config(config, dtype, tokenizer.eos_id, tokenizer.bos_id)
-        files = _convert_tokenizer(tokenizer, model_settings["bos_token_id"])
-        model_settings["eos_token_id"] = _stop_ids(tokenizer)
-    files[MODEL_CONFIG] = to_json(model_settings)
-
-    weights_dir = directory
     adapters: Adapters | None = None
     if manifest.base is not None:
-        weights_dir = open_base(manifest.base, base_dir)
         adapters = read_adapters(directory, manifest)
-    sources = find_weights(weights_dir, config)
-    weights = _Weights(config, sources, adapters, places, shapes, getattr(torch, dtype))
-    with writing(out), drafted(out, weights.n_bytes) as draft:
-        weight_map = weights.write(draft)
-        is_one_file = len(set(weight_map.values())) == 1
-        if not is_one_file:
-            index = {"metadata": {"total_size": weights.n_bytes}, "weight_map": weight_map}
-            files[SAFETENSORS_INDEX] = to_json(index)
-        for name, content in files.items():
-            (draft / name).write_bytes(content)
-    return weights.n_bytes
+    if isinstance(config, TransformersConfig):
+        return _export_of_class(out, directory, manifest, config, dtype, base_dir, adapters)
+    return _export_of_ours(out, directory, manifest, config, dtype or "float32", base_dir, adapters)
 
 
-def _export_of_transformers(
+def _export_of_ours(
     out: Path,
     directory: Path,
     manifest: Manifest,
+    config: ModelConfig,
+    dtype: str,
+    base_dir: Path | None,
+    adapters: Adapters | None,
+) -> int:
+    """Write a model of model.py as one of the class that can represent it."""
+    family = config_json.find_family(config)
+    tokenizer = _load_tokenizer(directory, manifest)
+    files: dict[str, bytes] = {GENERATION_CONFIG: to_json({})}
+    settings = config_json.write_config(config, dtype)
+    if tokenizer is not None:
+        files = _convert_tokenizer(tokenizer, tokenizer.bos_id)
+        settings["bos_token_id"] = tokenizer.bos_id
+        settings["eos_token_id"] = _stop_ids(tokenizer)
+    network = build_network(read_config(settings))
+    complete = json.loads(network.config.to_json_string())
+    architecture = {"architectures": [type(network).__name__]}
+    files[MODEL_CONFIG] = to_json(complete | settings | architecture)
+
+    weights_dir = directory
+    if manifest.base is not None:
+        weights_dir = open_base(manifest.base, base_dir)
+    sources = find_weights(weights_dir, config)
+    names = families.map_parameters(family, config)
+    empty = network.state_dict()
+
+    def read_tensor(their_name: str) -> Tensor:
+        if their_name not in names:  # a bias that the model does not have
+            return torch.zeros(empty[their_name].shape)
+        parts: list[Tensor] = []
+        for name in names[their_name]:
+            tensor = _read(sources[name])
+            if adapters is not None:
+                adapters.merge(name, tensor)
+            parts.append(tensor)
+        return families.join(family, their_name, parts)
+
+    dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name in empty}
+    for name, buffer in network.named_buffers():  # biases of routers stay as exact as they are
+        dtypes[name] = buffer.dtype
+    state = collect(network, empty, read_tensor, dtypes)
+    if "router_bias" in sources:
+        for layer, bias in enumerate(_read(sources["router_bias"])):
+            state[family.router_bias.format(layer)] = bias
+    return write_directory(network, state, out, files)
+
+
+def _read(source: Source) -> Tensor:
+    tensor = torch.empty(full_shape(source.slices) or (), dtype=torch_dtype(source.slices[0]))
+    read_into(tensor, source)
+    return tensor
+
+
+def _export_of_class(
+    out: Path,
+    directory: Path,
+    manifest: Manifest,
+    config: TransformersConfig,
     dtype: str | None,
     base_dir: Path | None,
+    adapters: Adapters | None,
 ) -> int:
     """Write the directory of `init_from` again, with the weights of a checkpoint."""
     source = manifest.hyperparameters.get("init_from")
@@ -161,41 +185,29 @@ def _export_of_transformers(
     else:
         opened = _find_original(str(source))
     class_weights = open_weights(opened)
-    found = verify(directory, manifest, parts=WEIGHTS)["model"]
+    base: dict[str, Tensor] = {}
+    sources: dict[str, Source] = {}
+    if adapters is not None:
+        base = class_weights.load()
+    else:
+        sources = find_weights(directory, config)
 
-    def read_tensor(name: str) -> Tensor:
-        slices = found[f"{NETWORK}.{name}"]
-        tensor = torch.empty(full_shape(slices) or (), dtype=torch_dtype(slices[0]))
-        read_into(tensor, Source(slices))
-        return tensor
-
-    get_tensor: Callable[[str], Tensor] = read_tensor
-    if manifest.base is not None:
-        adapters = read_adapters(directory, manifest)
-        get_tensor = _merge_adapters(class_weights.load(), adapters)
-    tokenizer = _load_tokenizer(directory, manifest)
-    files: dict[str, bytes | None] = {}
-    stop_ids: int | list[int] | None = None
-    if tokenizer is not None:
-        files = _replace_tokenizer(tokenizer, opened)
-        stop_ids = _stop_ids(tokenizer)
-    exported = export_directory(class_weights, get_tensor, out, dtype, files, stop_ids)
-    for path in exported.left_out:
-        warn(f"{path}: not exported, as it holds weights of {opened} in another format")
-    return exported.n_bytes
-
-
-def _merge_adapters(base: Mapping[str, Tensor], adapters: Adapters) -> Callable[[str], Tensor]:
-    """Return what returns a tensor of a network with its adapter merged, in float32."""
-
-    def merge(name: str) -> Tensor:
+    def get_tensor(name: str) -> Tensor:
+        if adapters is None:
+            return _read(sources[f"{NETWORK}.{name}"])
         if not base[name].is_floating_point():
             return base[name]
         tensor = base[name].to(torch.float32, copy=True)
         adapters.merge(f"{NETWORK}.{name}", tensor)
         return tensor
 
-    return merge
+    tokenizer = _load_tokenizer(directory, manifest)
+    files: dict[str, bytes | None] = {}
+    stop_ids: int | list[int] | None = None
+    if tokenizer is not None:
+        files = _replace_tokenizer(tokenizer, opened)
+        stop_ids = _stop_ids(tokenizer)
+    return export_directory(class_weights, get_tensor, out, dtype, files, stop_ids)
 
 
 def _replace_tokenizer(tokenizer: Tokenizer, source: Path) -> dict[str, bytes | None]:
@@ -232,83 +244,6 @@ def _load_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer | None:
     return load_saved_tokenizer(
         manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
     )
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The weights of a model: where they are read from, and how Hugging Face stores them."""
-
-    config: ModelConfig
-    sources: Mapping[str, Source]
-    """of our parameters"""
-    adapters: Adapters | None
-    """to merge into them"""
-    places: Mapping[str, Place]
-    """of our parameters in the tensors to write"""
-    shapes: Mapping[str, tuple[int, ...]]
-    """of the tensors to write"""
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        return sum(sizes[name] * self._dtype_of(name).itemsize for name in sizes)
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor to write; a bias of experts stays as exact as it is."""
-        return torch.float32 if is_bias_of_experts(name) else self.dtype
-
-    def write(self, directory: Path) -> dict[str, str]:
-        """Write the safetensors files; return the file of each tensor."""
-        with torch.device("meta"):
-            state = Transformer(self.config).state_dict()
-            empty: dict[str, Rows] = {}
-            for name, shape in self.shapes.items():
-                empty[name] = Rows(torch.empty(shape, dtype=self._dtype_of(name)), 0)
-        groups = group_by_size(empty)
-        weight_map: dict[str, str] = {}
-        progress = tqdm(total=len(self.places), unit="tensor", disable=None)
-        for number, group in enumerate(groups, 1):
-            file = SAFETENSORS_FILE
-            if len(groups) > 1:
-                file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-            tensors: dict[str, Tensor] = {}
-            for name in group:
-                tensors[name] = torch.zeros(self.shapes[name], dtype=self._dtype_of(name))
-            for name, place in self.places.items():
-                if place.name not in tensors:
-                    continue
-                values = self._read_parameter(name, state)
-                if values is None:  # a zero bias
-                    continue
-                tensor = tensors[place.name]
-                if place.transposed:
-                    tensor = tensor.T
-                tensor[place.start : place.start + len(values)] = values
-                progress.update()
-            write_tensors(directory / file, {name: Rows(tensors[name], 0) for name in group})
-            weight_map |= dict.fromkeys(group, file)
-        progress.close()
-        return weight_map
-
-    def _read_parameter(self, name: str, state: Mapping[str, Tensor]) -> Tensor | None:
-        """Return a parameter, or the row of one; None = it is not in `state`, the model's."""
-        tensor_name, _, row = name.rpartition(".")
-        if name in state:
-            values = torch.empty(state[name].shape)
-            read_into(values, self.sources[name])
-        elif tensor_name in state:
-            values = torch.empty(state[tensor_name].shape[1:])
-            source = self.sources[tensor_name]
-            read_into(values[None], source._replace(start=int(row)))
-        else:
-            return None
-        if self.adapters is not None:
-            self.adapters.merge(name, values)
-        if self.dtype == torch.float16 and not values.half().isfinite().all():
-            problem = "has values above 65504, the maximum of float16; use --dtype bfloat16"
-            raise RunError(f"{self.places[name].name}: {problem}")
-        return values
 
 
 def _export_adapters(

@@ -32,7 +32,7 @@ from lm.data.run_data import open_data
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
-from lm.hf import config_json, export, families, weights
+from lm.hf import class_export, config_json, export, families, weights
 from lm.hf.base import find_base, load_model, load_trained_model
 from lm.hf.files import list_weight_files
 from lm.prepare import main as prepare
@@ -226,17 +226,17 @@ def test_gradients_equal_transformers(pair: Pair, deviations: dict[str, Deviatio
     parameters = dict(pair.ours.named_parameters())
     family = config_json.find_family(pair.ours.config)
     assert family.model_type == pair.name.partition(",")[0].partition(" ")[0].replace("code", "")
-    places, shapes = families.map_parameters(family, pair.ours.config)
-    assert shapes == {name: tuple(gradient.shape) for name, gradient in expected.items()}
+    places = families.map_parameters(family, pair.ours.config)
+    assert places.keys() == expected.keys()
     deviation = 0.0
-    for name, place in places.items():
-        gradient = parameters[name].grad
-        assert gradient is not None
-        theirs = expected[place.name]
-        if place.transposed:
-            theirs = theirs.T
-        error = gradient - theirs[place.start : place.start + len(gradient)]
-        deviation = max(deviation, (error.norm() / theirs.norm()).item())
+    for place, names in places.items():
+        gradients: list[Tensor] = []
+        for name in names:
+            gradient = parameters[name].grad
+            assert gradient is not None
+            gradients.append(gradient)
+        error = families.join(family, place, gradients) - expected[place]
+        deviation = max(deviation, (error.norm() / expected[place].norm()).item())
     deviations[pair.name].gradients = deviation
     assert deviation < 1e-5
 
@@ -348,7 +348,7 @@ def test_export_in_half_precision(name: str, dtype: torch.dtype, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["llama 2, 4 heads on 2", "gpt2"])
 def test_export_of_many_files(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 30_000)
+    monkeypatch.setattr(class_export, "FILE_SIZE", "30KB")
     monkeypatch.setattr(tensor_files, "READ_BYTES", 1000)
     ours = make_ours(MODELS[name])
     directory = exported_of(ours, tmp_path)
@@ -365,14 +365,14 @@ MIXTURE_PRESETS = {name for name, keys in PRESETS.items() if "n_experts" in keys
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - MIXTURE_PRESETS))
 def test_config_json_of_presets_is_of_their_size(preset: str) -> None:
     config = ModelConfig.model_validate({"model": preset})
-    theirs = read_config(config_json.write_config(config, "bfloat16", None))
+    theirs = read_config(config_json.write_config(config, "bfloat16"))
     network = build_network(theirs)
     assert sum(each.numel() for each in network.parameters()) == config.n_parameters
     is_llama = preset.startswith("smollm2-")
     assert theirs.model_type[:3] in ("llama" if is_llama else preset)
 
 
-def test_the_complete_one_of_two_sets_of_weights_is_read(tmp_path: Path) -> None:
+def test_one_of_two_sets_of_weights_is_refused(tmp_path: Path) -> None:
     make_reference(LLAMA_CLASS).save_pretrained(tmp_path, max_shard_size="20KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     for other in ("consolidated.safetensors", "pytorch_model.bin"):
@@ -382,7 +382,7 @@ def test_the_complete_one_of_two_sets_of_weights_is_read(tmp_path: Path) -> None
     save_file(make_reference(LLAMA_CLASS, seed=1).state_dict(), single)
     with pytest.raises(ConfigError, match=r"two sets of weights, model.safetensors and those of"):
         list_weight_files(tmp_path)
-    shards[0].unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
     assert list_weight_files(tmp_path) == [single]
 
 
@@ -473,7 +473,7 @@ def test_write_config_refuses_a_model_without_counterpart(
     changes: dict[str, Any], keys: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        config_json.write_config(ModelConfig.model_validate(changes), "float32", None)
+        config_json.write_config(ModelConfig.model_validate(changes), "float32")
     assert [problem.partition(":")[0] for problem in refused.value.problems] == keys
     assert named_keys(refused.value) >= set(keys)
 
@@ -523,7 +523,8 @@ def test_export_on_a_full_disk_leaves_no_files(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert "out: cannot be written: File too large" in error
+    assert "cannot be written: " in error
+    assert "File too large" in error
 
 
 def test_export_names_a_value_above_float16(
@@ -720,12 +721,6 @@ def test_export_of_adapters_has_the_tokenizer_and_its_stops(
         assert tokenizer.chat_template == TURNS
         assert generation.eos_token_id == [0, 7, tokenizer.convert_tokens_to_ids("<stop>")]
         assert {name: (out / name).read_bytes() for name in COPIED_FILES} == COPIED_FILES
-
-
-def test_write_config_of_gpt2_uses_eos_as_bos() -> None:
-    config = ModelConfig.model_validate({"model": "gpt2"})
-    raw = config_json.write_config(config, "float32", 50256)
-    assert (raw["bos_token_id"], raw["eos_token_id"]) == (50256, 50256)
 
 
 # ---- a trained run
