@@ -7,6 +7,7 @@ appears, `from_pretrained` reads it, and its values are compared with those to b
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -133,12 +134,7 @@ def write_directory(
         _save(model, state, draft)
         if source is not None:
             _copy_others(source, draft)
-        for name, content in files.items():
-            path = draft / name
-            path.unlink(missing_ok=True)
-            if content is not None:
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(content)
+        write_files(draft, files)
         _compare(state, draft)
     return n_bytes
 
@@ -149,12 +145,12 @@ def _save(model: PreTrainedModel, state: Mapping[str, Tensor], draft: Path) -> N
 
     model.generation_config = GenerationConfig()  # that of the model may be refused
     try:
-        with quiet_transformers():
+        with quiet_transformers(io.StringIO()):
             model.save_pretrained(draft, state_dict=dict(state), max_shard_size=FILE_SIZE)
     except OSError:  # `writing` says it
         raise
     except Exception as error:  # of safetensors, if the disk is full, or of any type
-        raise RunError(f"{draft}: transformers cannot write it: {one_line(error)}") from None
+        raise RunError(f"{draft}: cannot be written: {one_line(error)}") from None
     mode = (draft / MODEL_CONFIG).stat().st_mode  # the umask's; files of safetensors have 0600
     for path in draft.iterdir():
         if path.name.endswith(WEIGHT_SUFFIXES):
@@ -174,6 +170,16 @@ def _compare(state: Mapping[str, Tensor], draft: Path) -> None:
 
 
 # ---- other files
+
+
+def write_files(draft: Path, files: Mapping[str, bytes | None]) -> None:
+    """Write contents to `draft` by name, in place of what is there; None = nothing."""
+    for name, content in files.items():
+        path = draft / name
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
 
 
 def _copy_others(source: Path, draft: Path) -> None:

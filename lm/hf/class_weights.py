@@ -13,6 +13,7 @@ Code that is next to the weights is not executed.
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import re
 import warnings
@@ -32,7 +33,6 @@ from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, RunError, error_prefix, limit_problems
 from lm.hf.files import (
     READ_DTYPES,
-    describe_unused,
     find_slices,
     follow_links,
     list_weight_files,
@@ -248,22 +248,14 @@ class ClassWeights:
             notes.append(DEQUANTIZED)
         if self.other_parts:
             others = f"{len(self.other_parts)} tensors of its other parts"
-            modules = ", ".join(limit_problems(self._find_other_modules()))
-            notes.append(f"{others} are not trained, and are exported: {modules}")
+            modules = {".".join(name.split(".")[:2]) for name in self.other_parts}
+            shown = ", ".join(limit_problems(sorted(modules)))
+            notes.append(f"{others} are not trained, and are exported: {shown}")
         if self.unused:
-            notes.append(describe_unused(self.unused))
+            shown = ", ".join(limit_problems(self.unused))
+            problem = "not tensors of the model: not used, as in transformers, and not exported"
+            notes.append(f"{problem}: {shown}")
         return notes
-
-    def _find_other_modules(self) -> list[str]:
-        """Return the paths of the largest modules that hold `other_parts` alone."""
-        of_network: set[str] = set()
-        for name in self.names:
-            of_network.update(_paths_to(name))
-        modules: set[str] = set()
-        for name in self.other_parts:
-            paths = [path for path in _paths_to(name) if path not in of_network]
-            modules.add(paths[0] if paths else name)
-        return sorted(modules)
 
 
 _UNWRITABLE = "transformers cannot write what it reads in this layout"
@@ -528,17 +520,6 @@ class _Loaded(NamedTuple):
     problems: Sequence[str]
 
 
-class _Report(logging.Handler):
-    """Keeps what transformers logs of weights that it has loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage()
-
-
 def _load(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -555,7 +536,7 @@ def _load(
     Raises:
         ConfigError: transformers cannot make its parameters of them.
     """
-    report = _Report()
+    report = io.StringIO()
     try:
         with quiet_transformers(report), one_line_errors(config.model_type):
             loading: Any = model_class.from_pretrained(
@@ -569,7 +550,7 @@ def _load(
             )
             model, info = loading
     except ConfigError:
-        misfits = re.findall(r"^(\S+) +\|[^|\n]*CONVERSION", report.text, re.MULTILINE)
+        misfits = re.findall(r"^(\S+) +\|[^|\n]*CONVERSION", report.getvalue(), re.MULTILINE)
         if not misfits:
             raise
         problem = "the tensors in the files of which it is made do not fit together"
@@ -581,14 +562,13 @@ def _load(
 
 
 @contextmanager
-def quiet_transformers(report: logging.Handler | None = None) -> Iterator[None]:
+def quiet_transformers(report: io.StringIO) -> Iterator[None]:
     """Let what transformers logs of weights go to `report` alone, and show no progress."""
     from transformers.utils import logging as their_logging
 
-    if report is None:
-        report = logging.NullHandler()
+    handler = logging.StreamHandler(report)
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addHandler(report)
+    logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     verbosity = their_logging.get_verbosity()
@@ -600,7 +580,7 @@ def quiet_transformers(report: logging.Handler | None = None) -> Iterator[None]:
             yield
     finally:
         their_logging.set_verbosity(verbosity)
-        logger.removeHandler(report)
+        logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
         logger.propagate = True
         if shows_progress:

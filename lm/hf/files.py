@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lm.checkpoint.headers import TensorSlice, read_headers
-from lm.errors import ConfigError, limit_problems, oserror_as_config_error
+from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -66,22 +65,15 @@ def list_weight_files(directory: Path) -> list[Path]:
         is_outside = any(name != Path(name).name or name in ("", "..") for name in names)
         if not names or is_outside:
             raise ConfigError(f"{index}: weight_map must contain file names in this directory")
-        shards = [directory / name for name in names]
-        if single in shards or not single.is_file():
-            return shards
-        if all(path.is_file() for path in shards):
+        if SAFETENSORS_FILE not in names and single.is_file():
             problem = f"has two sets of weights, {SAFETENSORS_FILE} and those of {index.name}"
             raise ConfigError(f"{directory}: {problem}; move one of them to another directory")
+        return [directory / name for name in names]
     if single.is_file():
         return [single]
-    found = "neither exists"
-    pickles = [*directory.glob("*.bin"), *directory.glob("*.pth")]
-    if pickles:
-        found = f"{pickles[0].name} is a pickle, which can execute code, and is not read"
-    raise ConfigError(
-        f"{directory}: needs {SAFETENSORS_FILE} or {SAFETENSORS_INDEX}; {found}. To convert, load"
-        " it with transformers and save_pretrained(DIRECTORY, safe_serialization=True)"
-    )
+    problem = f"has no {SAFETENSORS_FILE} or {SAFETENSORS_INDEX}; other formats are not read"
+    remedy = "load it with transformers, and save_pretrained(DIRECTORY)"
+    raise ConfigError(f"{directory}: {problem}: {remedy}")
 
 
 def follow_links(path: Path) -> Path:
@@ -104,12 +96,6 @@ def read_object(path: Path) -> dict[str, Any]:
             return content
         problem = "not a JSON object"
     raise ConfigError(f"{path}: {problem}")
-
-
-def describe_unused(names: Sequence[str]) -> str:
-    """Return a line on tensors in the files of a model that are not the model's."""
-    shown = ", ".join(limit_problems(names))
-    return f"not tensors of the model: not used, as in transformers, and not exported: {shown}"
 
 
 def to_json(content: object) -> bytes:

@@ -133,21 +133,21 @@ def _of_fp8(
         raise ConfigError(f"{name}: its scales are missing")
     if values.dim() < 2:
         raise _misfit(name, values, scales)
-    block = quantization.get("weight_block_size") or values.shape[-2:]
-    is_pair = isinstance(block, list | tuple) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        raise ConfigError(f"quantization_config: weight_block_size: {block!r} is not two sizes")
-    sizes = list(zip(values.shape[-2:], block, strict=True))
-    n_blocks = [-(-size // of_block) for size, of_block in sizes]
-    is_known = scales.dtype.is_floating_point or scales.dtype == torch.uint8
-    if not is_known or scales.shape not in ((), (1,), (*values.shape[:-2], *n_blocks)):
+    if not scales.dtype.is_floating_point and scales.dtype != torch.uint8:
         raise _misfit(name, values, scales)
-    is_of_blocks = scales.dim() > 1
-    for size, of_block in sizes:
-        # transformers takes the size of a block from the number of scales.
-        if is_of_blocks and size % of_block:
-            problem = f"{size} rows or columns are no blocks of {of_block} (weight_block_size)"
-            raise ConfigError(f"{name}: {problem}; use the model in 16 bits")
+    if scales.shape not in ((), (1,)):
+        block = quantization.get("weight_block_size") or ()
+        is_pair = isinstance(block, list | tuple) and len(block) == 2
+        if not is_pair or not all(type(size) is int and size > 0 for size in block):
+            raise ConfigError(f"quantization_config: weight_block_size: {block!r} is not two sizes")
+        n_blocks: list[int] = []
+        for size, of_block in zip(values.shape[-2:], block, strict=True):
+            if size % of_block:  # transformers takes the size of a block from the number of scales
+                problem = f"{size} rows or columns are no blocks of {of_block} (weight_block_size)"
+                raise ConfigError(f"{name}: {problem}; use the model in 16 bits")
+            n_blocks.append(size // of_block)
+        if scales.shape != (*values.shape[:-2], *n_blocks):
+            raise _misfit(name, values, scales)
     dtype = torch.float32
     if scales.dtype in _BYTES_OF_EXPONENTS:
         dtype = torch.bfloat16

@@ -30,7 +30,6 @@ def build_saved_model(config: PreTrainedConfig, network: PreTrainedModel) -> Pre
     classes = [getattr(transformers, name, None) for name in names]
     classes += [
         transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None),
-        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None),
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None),
     ]
     for found in classes:
@@ -49,11 +48,9 @@ def find_names(saved: PreTrainedModel, network: PreTrainedModel) -> dict[str, st
         ConfigError: `saved` does not contain one such network.
     """
     own_names = list(network.state_dict())
-    if type(saved) is type(network):
-        return {name: name for name in own_names}
-    path = _find_module(saved, type(network))
+    path = _find_module(saved, type(network))  # "" of `saved` itself
     if path is not None:
-        return {f"{path}.{name}": name for name in own_names}
+        return {f"{path}.{name}".removeprefix("."): name for name in own_names}
     base_path = _path_of(network, network.base_model)
     path = _find_module(saved, type(network.base_model))
     if path is None or not base_path:

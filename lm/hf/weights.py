@@ -5,7 +5,6 @@ Only safetensors files are read: weights in pickles (`.bin`) are refused.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from lm.checkpoint.contents import require_tensors_of
 from lm.checkpoint.layout import find_tensors, model_of
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, WEIGHTS, read_manifest
-from lm.checkpoint.tensor_files import READ_BYTES, Source, read_into
+from lm.checkpoint.tensor_files import Source, read_into
 from lm.data.hub import download_from_hub
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import (
@@ -42,7 +41,6 @@ from lm.hf.class_weights import ClassWeights, check_layers, open_weights
 from lm.hf.examine import examine, examine_whole
 from lm.hf.files import SAFETENSORS_INDEX, WEIGHT_SUFFIXES, read_object
 from lm.hf.quantization import quantization_of
-from lm.metrics.device import GIB, peak_memory_gib
 from lm.model_config import MAX_SIZE
 from lm.runtime.world import World
 from lm.shards import local_rows
@@ -65,7 +63,6 @@ from lm.transformers_model import (
     one_line_errors,
     text_config,
 )
-from lm.units import format_bytes
 
 _STRUCTURE_FILES = (MODEL_CONFIG, *SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)
@@ -322,10 +319,7 @@ def load_into(
         network = cast(TransformersModel, model).network
         opened.read(network, world)
         notes = opened.notes(network)
-    peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))
-    seconds = time.monotonic() - started
-    memory = f"peak memory {format_bytes(peak)} per rank"
-    log(f"loaded the weights of {source} in {seconds:.1f} s, {memory}")
+    log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s")
     for note in notes:
         log(f"{source}: {note}")
 
@@ -355,31 +349,24 @@ def _read_checkpoint(directory: Path, model: AnyModel) -> None:
 
 
 def _read_weight(tensor: Tensor, source: Source) -> None:
-    """Fill this rank's rows of a parameter; of bytes of NF4, a few rows at a time are dense."""
+    """Fill this rank's rows of a parameter, which can be bytes of NF4."""
     if tensor.dtype != torch.uint8:
         read_into(tensor, source)
         return
     local, start = local_rows(tensor)
-    shape = (*tensor.shape[1:-1], four_bits.NF4.inner_width(tensor.shape[-1]))
-    n_rows = max(1, READ_BYTES // (4 * math.prod(shape)))
-    for target in local.split(n_rows):
-        rows = torch.empty(len(target), *shape, device=local.device)
-        read_into(rows, source._replace(start=source.start + start))
-        target.copy_(four_bits.quantize_nf4(rows))
-        start += len(target)
+    width = four_bits.NF4.inner_width(tensor.shape[-1])
+    rows = torch.empty(*local.shape[:-1], width, device=local.device)
+    read_into(rows, source._replace(start=start))
+    local.copy_(four_bits.quantize_nf4(rows))
 
 
 def find_weights(directory: Path, config: AnyModelConfig) -> dict[str, Source]:
     """Return where each parameter of the model is in the checkpoint in `directory`.
 
     Raises:
-        ConfigError: it is one of another model (lists every difference), or a directory of
-            Hugging Face.
-        RunError: a file is damaged.
+        ConfigError: it is one of another model (lists every difference).
+        RunError: there is none, or a file is damaged.
     """
-    if not (directory / MANIFEST).exists():
-        problem = "has weights of a class of transformers, and the adapters are of model.py"
-        raise ConfigError(f"{directory}: {problem}; train them again with init_from: {directory}")
     manifest = read_manifest(directory)
     require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):
