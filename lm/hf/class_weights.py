@@ -4,8 +4,8 @@ Tensors in files can have other names and layouts than the parameters of the cla
 expert instead of one of all, fused projections, prefixes of a model that contains the language
 model. `from_pretrained` is called twice: at the start with tensors on the meta device, which shows
 whether each parameter is filled once; then, on one rank, with those of the files, mapped into
-memory. Their values get to the shards of all ranks a few rows at a time. Weights that stay in MXFP4
-are not among them: each rank reads the bytes of its rows.
+memory. Their values, or the bytes of those that stay in MXFP4, get to the shards of all ranks a few
+rows at a time.
 
 Code that is next to the weights is not executed.
 """
@@ -18,7 +18,7 @@ import logging
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lm.checkpoint.headers import TensorSlice, full_shape
+from lm.checkpoint.headers import full_shape
 from lm.checkpoint.manifest import CheckpointError
-from lm.checkpoint.tensor_files import Source, read_into, require_finite, torch_dtype
+from lm.checkpoint.tensor_files import require_finite, torch_dtype
 from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, RunError, error_prefix, limit_problems
 from lm.hf.files import (
@@ -105,7 +105,12 @@ class ClassWeights:
         Those that are not converted are pages of the files.
 
         Args:
-            in_mxfp4: names there of tensors that are not dequantized, of which values are not read.
+            in_mxfp4: names there of tensors that are not dequantized: those of the files are
+                returned, too.
+
+        Raises:
+            ConfigError: one of these is not in MXFP4.
+            RunError: a file cannot be read.
         """
         from safetensors import SafetensorError  # benchmarks.gpu runs without
         from safetensors.torch import load_file
@@ -116,8 +121,13 @@ class ClassWeights:
                 tensors |= load_file(follow_links(path))
             except (OSError, SafetensorError) as error:  # since its header was read
                 raise RunError(f"{path}: cannot be read: {error}") from None
+        packed: dict[str, Tensor] = {}
         for name in in_mxfp4:
-            del tensors[name + BLOCKS], tensors[name + SCALES]
+            if name + BLOCKS not in tensors:
+                problem = f"base_dtype: mxfp4: {self.directory}: {name} is not in MXFP4"
+                raise ConfigError(f"{problem}; use base_dtype: nf4, or remove base_dtype")
+            for part in (BLOCKS, SCALES):
+                packed[name + part] = tensors.pop(name + part)
             # One value in memory for all.
             tensors[name] = torch.zeros((), dtype=self.dtype).expand(self.stored[name].shape)
         config = copy.deepcopy(self.config)
@@ -130,28 +140,33 @@ class ClassWeights:
             loaded = _load(
                 type(self.saved), config, used, self.dtype, quantization_config=dequantize
             )
-        return loaded.model.state_dict()
+        return loaded.model.state_dict() | packed
 
     @torch.no_grad()
     def load(self, in_mxfp4: Collection[str] = ()) -> dict[str, Tensor]:
         """Return all tensors of the network by name, complete, in the dtype of the files.
 
         Args:
-            in_mxfp4: names in `saved` of tensors that are left out.
+            in_mxfp4: names of tensors that are returned as in the files.
 
         Raises:
-            ConfigError: a weight differs from the one that it is tied to.
+            ConfigError, RunError: see `load_saved`; or a weight differs from the one that it is
+                tied to.
             CheckpointError: one is inf or NaN.
-            RunError: a file cannot be read.
         """
-        saved = self.load_saved(in_mxfp4)
+        saved = self.load_saved([place for place in self.names if self.names[place] in in_mxfp4])
         tensors: dict[str, Tensor] = {}
         for place, name in self.names.items():
-            if place not in in_mxfp4:
+            if name not in in_mxfp4:
                 tensors[name] = saved[place]
+                continue
+            tensors[name + BLOCKS] = saved[place + BLOCKS].flatten(2)
+            tensors[name + SCALES] = saved[place + SCALES]
+            if (saved[place + SCALES] > LARGEST_EXPONENT).any():
+                raise CheckpointError(f"{self.directory / place}: contains inf or NaN")
         for name, tensor in tensors.items():
             require_finite(tensor, self.directory / name)
-            first_name = self.tied_to[name]
+            first_name = self.tied_to.get(name, name)
             if first_name != name and not tensor.equal(tensors[first_name]):
                 problem = f"{MODEL_CONFIG} ties {name} to {first_name}"
                 remedy = f"set tie_word_embeddings: false in {MODEL_CONFIG} to use it"
@@ -169,13 +184,11 @@ class ClassWeights:
             world: all ranks, of which the first one loads; None = this process alone.
 
         Raises:
-            ConfigError, CheckpointError: see `load`; or a weight that `network` has in MXFP4 is not
-                in it in the files.
+            ConfigError, CheckpointError, RunError: see `load`.
         """
         targets: dict[str, Tensor] = dict(network.named_buffers())
         targets |= dict(network.named_parameters())
-        with nullcontext() if world is None else world.all_or_none():
-            in_mxfp4 = self._read_in_mxfp4(network, targets)
+        in_mxfp4 = find_in_mxfp4(network)
         if world is None:
             values = self.load(in_mxfp4)
         else:
@@ -185,25 +198,11 @@ class ClassWeights:
             dtypes = world.all_gather_object(dtypes)[0]
         for name, dtype in dtypes.items():
             if name in targets:  # else it is tied to another one
-                _fill(targets[name], values.get(name), dtype, world)
-
-    def _read_in_mxfp4(self, network: nn.Module, targets: Mapping[str, Tensor]) -> list[str]:
-        """Fill this rank's shards of what `network` has in MXFP4; return names in `saved`."""
-        kept = find_in_mxfp4(network)
-        if not kept:
-            return []
-        slices = find_slices(self.directory)
-        filled: list[str] = []
-        for place, name in self.names.items():
-            if name not in kept:
-                continue
-            blocks = slices.get(place + BLOCKS)
-            if blocks is None:
-                problem = f"base_dtype: mxfp4: {self.directory}: {place} is not in MXFP4"
-                raise ConfigError(f"{problem}; use base_dtype: nf4, or remove base_dtype")
-            _fill_with_mxfp4(targets[name], self.directory / place, blocks, slices[place + SCALES])
-            filled.append(place)
-        return filled
+                _fill(targets[name], values.get(name), dtype, world, slice(None))
+        for name in sorted(in_mxfp4):
+            n_pairs = MXFP4.inner_width(targets[name].shape[-1]) // 2
+            for part, columns in ((BLOCKS, slice(n_pairs)), (SCALES, slice(n_pairs, None))):
+                _fill(targets[name], values.get(name + part), torch.uint8, world, columns)
 
     def dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """Return the dtype of each tensor of `saved` in files of `dtype`, by name in `saved`.
@@ -261,19 +260,23 @@ class ClassWeights:
 _UNWRITABLE = "transformers cannot write what it reads in this layout"
 
 
-def _fill(target: Tensor, value: Tensor | None, dtype: torch.dtype, world: World | None) -> None:
+def _fill(
+    target: Tensor, value: Tensor | None, dtype: torch.dtype, world: World | None, columns: slice
+) -> None:
     """Fill this rank's rows of `target`, a few rows at a time; they may be bytes of NF4.
 
     Args:
         value: the complete tensor; None on all ranks but the first.
         dtype: of `value`.
+        columns: those of `target` that are filled.
     """
     local, start = local_rows(target)
     n_rows = 1
     if target.dim() > 0:
         n_rows = len(target)
-    shape = target.shape[1:]
-    if target.dtype == torch.uint8 and dtype.is_floating_point:
+        local = local[..., columns]
+    shape = local.shape[1:]
+    if target.dtype == torch.uint8:
         dtype = torch.uint8
     local = local.view(-1, *shape)
     row_bytes = max(1, shape.numel() * dtype.itemsize)
@@ -292,28 +295,6 @@ def _fill(target: Tensor, value: Tensor | None, dtype: torch.dtype, world: World
         end = min(stop, start + len(local))
         if begin < end:
             local[begin - start : end - start] = rows[begin - first : end - first]
-
-
-def _fill_with_mxfp4(
-    target: Tensor, path: Path, blocks: list[TensorSlice], scales: list[TensorSlice]
-) -> None:
-    """Fill this rank's rows of `target`, bytes of MXFP4, a few experts at a time.
-
-    Raises:
-        CheckpointError: an exponent is so large that its largest value is not in float32.
-    """
-    local, start = local_rows(target)
-    n_scales = target.shape[2] - MXFP4.inner_width(target.shape[2]) // 2
-    row_bytes = target.shape[1:].numel()
-    for rows in local.split(max(1, SENT_BYTES // row_bytes)):
-        exponents = torch.empty(*rows.shape[:2], n_scales, dtype=torch.uint8)
-        pairs = torch.empty(*exponents.shape, MXFP4.block // 2, dtype=torch.uint8)
-        read_into(exponents, Source(scales, start))
-        read_into(pairs, Source(blocks, start))
-        if (exponents > LARGEST_EXPONENT).any():
-            raise CheckpointError(f"{path}: contains inf or NaN")
-        rows.copy_(torch.cat([pairs.flatten(2), exponents], dim=2))
-        start += len(rows)
 
 
 # ---- opening
