@@ -6,10 +6,9 @@ Memory holds the weights once, in the dtype of the export.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 import torch
@@ -41,7 +40,7 @@ from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import config_json, families, weights
 from lm.hf.base import open_base, read_adapters
-from lm.hf.class_export import collect, export_directory, write_directory
+from lm.hf.class_export import collect, export_directory, write_directory, write_files
 from lm.hf.class_weights import open_weights
 from lm.hf.files import to_json
 from lm.hf.saved_model import build_saved_model, find_names
@@ -50,12 +49,10 @@ from lm.shards import Rows
 from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
-from lm.training.roles import find_expert_matrices, find_linear_layers
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.transformers_model import (
     NETWORK,
     build_network,
-    find_blocks,
     read_config,
     without_numbers,
 )
@@ -178,12 +175,10 @@ def _export_of_class(
     """Write the directory of `init_from` again, with the weights of a checkpoint."""
     source = manifest.hyperparameters.get("init_from")
     if manifest.base is not None:
-        opened = open_base(manifest.base, base_dir)
-        _find_original(str(base_dir or manifest.base.source))
-    elif base_dir is not None:
-        opened = base_dir
-    else:
-        opened = _find_original(str(source))
+        source = manifest.base.source
+    opened = _find_original(str(base_dir or source))
+    if manifest.base is not None:
+        open_base(manifest.base, opened)
     class_weights = open_weights(opened)
     base: dict[str, Tensor] = {}
     sources: dict[str, Source] = {}
@@ -261,69 +256,48 @@ def _export_adapters(
     if isinstance(config, ModelConfig):
         problem = f"{directory} has adapters of a model of model.py, which PEFT cannot load"
         raise ConfigError(f"--adapter: {problem}; {_MERGED}")
-    layout = _find_layout(config, str(base_dir or manifest.base.source))
+    saved, names = _find_saved(config, str(base_dir or manifest.base.source))
     adapters = read_adapters(directory, manifest)
-    of_experts = _find_adapted_experts(adapters, layout)
-    if of_experts:
-        _refuse_renamed(layout, [f"{name.rpartition('.')[0]}.lora_A.weight" for name in of_experts])
-
-    adapted: dict[str, str] = {}
+    layers: dict[str, str] = {}
     """our layers with adapters, by the class's names"""
-    for name in adapters:
-        if name.endswith(".lora_A.weight"):
-            layer = name.removesuffix(".lora_A.weight")
-            adapted[layout.layers[layer]] = layer
-    targets = _name_targets(adapted.keys(), layout.modules)
-    _refuse_names_of_experts(layout.model_type, targets.values())
-    tensors: dict[str, Rows] = {}
-    for their_layer, layer in adapted.items():
+    experts: dict[str, str] = {}
+    """our tensors of experts with adapters, by the class's names, in its order"""
+    for their_name, name in names.items():
+        parent, _, leaf = f"{NETWORK}.{name}".rpartition(".")
+        if f"{parent}.lora_A.{leaf}" not in adapters:
+            continue
+        if leaf == "weight":
+            layers[their_name.removesuffix(".weight")] = parent
+        else:
+            experts[their_name] = f"{parent}.{leaf}"
+    _refuse_renamed(saved, [*layers, *(name.rpartition(".")[0] for name in experts)])
+    _refuse_names_of_experts(saved.config.model_type, layers)
+    tensors: dict[str, Tensor] = {}
+    for their_name, name in layers.items():
         for part in ("lora_A", "lora_B"):
-            tensor = adapters[f"{layer}.{part}.weight"]
-            tensors[f"base_model.model.{their_layer}.{part}.weight"] = Rows(tensor.to(dtype), 0)
-    for name, tensor in _arrange_for_peft(adapters, of_experts).items():
-        tensors[f"base_model.model.{name}"] = Rows(tensor.to(dtype), 0)
+            tensors[f"{their_name}.{part}.weight"] = adapters[f"{name}.{part}.weight"]
+    tensors |= _arrange_for_peft(adapters, experts)
+    rows: dict[str, Rows] = {}
+    for name, tensor in tensors.items():
+        rows[f"base_model.model.{name}"] = Rows(tensor.to(dtype), 0)
 
-    parameters = _name_targets(of_experts, layout.parameters)
-    peft_config = _write_peft_config(
-        manifest.base,
-        adapters.config,
-        sorted(set(targets.values())),
-        sorted(set(parameters.values())),
-    )
+    peft_config = _write_peft_config(manifest.base, adapters.config, list(layers), list(experts))
     files = {"adapter_config.json": peft_config}
     tokenizer = _load_tokenizer(directory, manifest)
     if tokenizer is not None:
         files |= _convert_tokenizer(tokenizer, tokenizer.bos_id)
-    n_bytes = sum(tensor.nbytes for tensor, _ in tensors.values())
+    n_bytes = sum(tensor.nbytes for tensor, _ in rows.values())
     with writing(out), drafted(out, n_bytes) as draft:
-        write_tensors(draft / "adapter_model.safetensors", tensors)
-        for name, content in files.items():
-            (draft / name).write_bytes(content)
+        write_tensors(draft / "adapter_model.safetensors", rows)
+        write_files(draft, files)
     return n_bytes
 
 
-class _Layout(NamedTuple):
-    """Where the class that loads the base has our linear layers."""
-
-    model_type: str
-    """of the class"""
-    modules: Sequence[str]
-    """the names of its modules, among which PEFT looks for those to adapt"""
-    layers: Mapping[str, str]
-    """the names of its linear layers, by our names"""
-    experts: Mapping[str, str]
-    """the names of its tensors with a matrix of each expert, by our names, in the class's order"""
-    parameters: Sequence[str]
-    """the names of all"""
-    saved: PreTrainedModel
-    """on the meta device"""
-
-
-def _find_layout(config: TransformersConfig, base: str) -> _Layout:
-    """Return where the class that config.json of `base` names has the layers of the trained one.
+def _find_saved(config: TransformersConfig, base: str) -> tuple[PreTrainedModel, Mapping[str, str]]:
+    """Return the model that config.json of `base` names, which PEFT adapts, and `find_names` in it.
 
     Raises:
-        ConfigError: `base` has no config.json, or its class does not contain the model.
+        ConfigError: `base` has no config.json, or its class does not contain the trained model.
     """
     try:
         base_config = read_config(weights.read_config(base))
@@ -333,47 +307,17 @@ def _find_layout(config: TransformersConfig, base: str) -> _Layout:
     network = build_network(read_config(config.transformers_config))
     with torch.device("meta"):
         saved = build_saved_model(base_config, network)
-    saved_names = {name: saved_name for saved_name, name in find_names(saved, network).items()}
-    layers: dict[str, str] = {}
-    for layer in find_linear_layers(network, find_blocks(network)):
-        if layer.is_called:
-            saved_name = saved_names[f"{layer.name}.weight"].removesuffix(".weight")
-            layers[f"{NETWORK}.{layer.name}"] = saved_name
-    experts: dict[str, str] = {}
-    for path, module in network.named_modules():
-        names = {matrix.name for matrix in find_expert_matrices(module)}
-        for name, _ in module.named_parameters(recurse=False):
-            if name in names:
-                experts[f"{NETWORK}.{path}.{name}"] = saved_names[f"{path}.{name}"]
-    layout = _Layout(
-        saved.config.model_type,
-        [name for name, _ in saved.named_modules()],
-        layers,
-        experts,
-        [name for name, _ in saved.named_parameters()],
-        saved,
-    )
-    _refuse_renamed(layout, [f"{layer}.lora_A.weight" for layer in layers.values()])
-    return layout
+    return saved, find_names(saved, network)
 
 
-def _refuse_renamed(layout: _Layout, names: Iterable[str]) -> None:
-    """Raise ConfigError if PEFT renames tensors of the `names` when it loads them."""
-    renamed = find_renamed(layout.saved, names)
+def _refuse_renamed(saved: PreTrainedModel, modules: Iterable[str]) -> None:
+    """Raise ConfigError if PEFT renames tensors of `modules` when it loads adapters of them."""
+    renamed = find_renamed(saved, [f"{name}.lora_A.weight" for name in modules])
     if renamed:
         shown = ", ".join(limit_problems(list(dict.fromkeys(map(without_numbers, renamed)))))
-        problem = f"PEFT renames {shown} as transformers does in older files of {layout.model_type}"
+        model_type = saved.config.model_type
+        problem = f"PEFT renames {shown} as transformers does in older files of {model_type}"
         raise ConfigError(f"--adapter: {problem}; {_MERGED}")
-
-
-def _find_adapted_experts(adapters: Adapters, layout: _Layout) -> dict[str, str]:
-    """Return our names of tensors with adapters of each expert, by the class's names, in order."""
-    adapted: dict[str, str] = {}
-    for name, place in layout.experts.items():
-        parent, _, leaf = name.rpartition(".")
-        if f"{parent}.lora_A.{leaf}" in adapters:
-            adapted[place] = name
-    return adapted
 
 
 def _arrange_for_peft(adapters: Adapters, of_experts: Mapping[str, str]) -> dict[str, Tensor]:
@@ -397,21 +341,6 @@ def _arrange_for_peft(adapters: Adapters, of_experts: Mapping[str, str]) -> dict
             tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
             wrapper += ".base_layer"
     return tensors
-
-
-def _name_targets(adapted: Collection[str], modules: Iterable[str]) -> dict[str, str]:
-    """Return what `target_modules` calls each of the layers `adapted`.
-
-    It is a layer's name in its block, or if other modules end with this one, too, e.g. those of a
-    vision tower, the complete name: PEFT adapts every module that ends with a target.
-    """
-    in_blocks = {name: re.split(r"\.\d+\.", name, maxsplit=1)[-1] for name in adapted}
-    others = [f".{module}" for module in modules if module not in adapted]
-    targets: dict[str, str] = {}
-    for name, in_block in in_blocks.items():
-        is_others = any(other.endswith(f".{in_block}") for other in others)
-        targets[name] = name if is_others else in_block
-    return targets
 
 
 def _refuse_names_of_experts(model_type: str, targets: Iterable[str]) -> None:
