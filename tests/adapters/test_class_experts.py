@@ -146,6 +146,8 @@ STRATEGIES: dict[int, dict[str, Any]] = {
     4: {"batch_size": 1, "sharding": "grad-shard", "activation_checkpointing": "selective"},
 }
 """by ranks"""
+ON_FOUR_RANKS = ("gpt_oss", "nemotron_h", "qwen3_moe")
+"""a class of each layout, where ranks are more than experts"""
 
 
 def targets_in(kind: str) -> list[str]:
@@ -185,7 +187,8 @@ def trained(
     found: dict[int, Trained] = {}
     for ranks, options in STRATEGIES.items():
         folder = tmp_path_factory.mktemp("trained")
-        runs = {kind: settings(kind, models, **options) for kind in KINDS}
+        kinds = ON_FOUR_RANKS if ranks == 4 else KINDS
+        runs = {kind: settings(kind, models, **options) for kind in kinds}
         if ranks == 2:
             stopped = runs["gpt_oss"] | {"stop_at_step": 3}
             run_ranks(ranks, train_each, str(folder), {"resumed": stopped}, {})
@@ -286,7 +289,8 @@ def test_experts_train_as_in_peft_and_are_exported_for_it(
         expected[base_dtype] = train_with_peft(models[kind], hp)
     for ranks, options in STRATEGIES.items():
         reference = expected[options.get("base_dtype", "nf4")]
-        assert trained[ranks].losses[kind] == pytest.approx(reference.losses, rel=1e-6), ranks
+        if ranks < 4 or kind in ON_FOUR_RANKS:
+            assert trained[ranks].losses[kind] == pytest.approx(reference.losses, rel=1e-6), ranks
     assert expected[None].losses != pytest.approx(expected["nf4"].losses, rel=1e-6)
 
     (checkpoint,) = checkpoints_by_step(trained[2].folder, kind).values()
