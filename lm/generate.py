@@ -137,9 +137,8 @@ def chat(model: AnyModel, tokenizer: Tokenizer, args: argparse.Namespace) -> Non
 
 def _encode_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
     """Return the token ids of `messages` and of the start of an answer."""
-    text, _ = tokenizer.render(messages, add_generation_prompt=True)
-    ((ids, _),) = tokenizer.encode_with_ends([text], add_special_tokens=False)
-    return ids.tolist()
+    rendered = tokenizer.render(messages, add_generation_prompt=True)
+    return tokenizer.encode_piece(rendered.text).tolist()
 
 
 def read_lines() -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import datetime
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class ChatTemplate:
         """Return the text that the template writes; see `FileTokenizer.render`.
 
         Args:
-            variables: what it reads besides messages and tools; `date_string` replaces `TODAY`.
+            variables: what it reads besides messages and tools.
         """
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -91,14 +90,10 @@ class ChatTemplate:
             for message in messages
         ]
         try:
-            if "date_string" in variables:
-                dated = _STRFTIME_NOW.sub("date_string", self.text)
-            else:
-                dated = _write_date(self.text)
             texts, spans = render_jinja_template(
                 [messages],
                 tools,
-                chat_template=dated,
+                chat_template=_STRFTIME_NOW.sub(_write_date, self.text),
                 return_assistant_tokens_mask=self.marks_replies,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
@@ -116,13 +111,10 @@ class ChatTemplate:
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Raise ConfigError if the template mentions none of that name."""
-        words = {*re.findall(r"\w+", self.text), "date_string"}  # which replaces strftime_now
-        for key in variables.keys() - words:
-            close = difflib.get_close_matches(key, words, n=1, cutoff=0.8)
-            hint = f"remove {key}"
-            if close:
-                hint = f"did you mean {close[0]}?"
-            raise ConfigError(f"chat_template_kwargs: {self.name} does not read {key}; {hint}")
+        unread = variables.keys() - re.findall(r"\w+", self.text)
+        if unread:
+            problem = f"{self.name} does not read {', '.join(sorted(unread))}"
+            raise ConfigError(f"chat_template_kwargs: {problem}; correct or remove it")
 
 
 @oserror_as_config_error
@@ -130,30 +122,17 @@ def read_chat_template(name: str) -> ChatTemplate:
     """Read the chat template `name`: a file, or the name of one in TRL's package."""
     path = home_path(name)
     if not path.is_file():
-        if "{" in name:
-            problem = "this is a template, not the name of one"
-            raise ConfigError(f"chat_template: {problem}; write it to a file and name that")
-        if path.suffix or "/" in name:
-            problem = f"no such file in {Path.cwd()}{nearest_file(path)}"
-            raise ConfigError(f"chat_template: {name}: {problem}")
-        path = _find_trl_template(name)
+        templates = _find_trl_templates()
+        if name not in templates:
+            known = ", ".join(templates) or f"a template of TRL {requires('trl')}"
+            problem = f"no such file in {Path.cwd()}{nearest_file(path)}, and no template of TRL"
+            raise ConfigError(f"chat_template: {name}: {problem} ({known})")
+        path = templates[name]
     try:
         text = read_bytes(path.resolve(), MAX_JSON_BYTES).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"chat_template: {path}: byte {error.start} is not UTF-8") from None
     return ChatTemplate(text, f"chat_template: {name}")
-
-
-def _find_trl_template(name: str) -> Path:
-    templates = _find_trl_templates()
-    if not templates:
-        problem = f"no such file in {Path.cwd()}, and a template of TRL {requires('trl')}"
-        raise ConfigError(f"chat_template: {name}: {problem}")
-    if name not in templates:
-        close = difflib.get_close_matches(name, templates, n=5, cutoff=0.5) or list(templates)
-        problem = f"no such file in {Path.cwd()}, and no template of TRL"
-        raise ConfigError(f"chat_template: {name}: {problem}; it has {', '.join(close)}")
-    return templates[name]
 
 
 def _find_trl_templates() -> dict[str, Path]:
@@ -168,13 +147,9 @@ def _find_trl_templates() -> dict[str, Path]:
     return templates
 
 
-def _write_date(template: str) -> str:
-    """Return a chat template with `TODAY` in place of its calls of `strftime_now`.
+def _write_date(call: re.Match[str]) -> str:
+    """Return `TODAY` as a template's call of `strftime_now` asks for it.
 
-    The function that transformers passes for them returns the current time.
+    The function that transformers passes for these calls returns the current time.
     """
-
-    def formatted(call: re.Match[str]) -> str:
-        return repr(TODAY.strftime(ast.literal_eval(call[1])))
-
-    return _STRFTIME_NOW.sub(formatted, template)
+    return repr(TODAY.strftime(ast.literal_eval(call[1])))

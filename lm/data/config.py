@@ -113,8 +113,8 @@ class DataConfig(Config, frozen=True):
     )
     chat_template_kwargs: OfJsonLines[Logged[dict[str, Any] | None]] = Field(
         None,
-        description="variables of the chat template, e.g. {enable_thinking: false}; date_string"
-        " replaces the date that it reads as today's, 2024-07-26 (jsonl)",
+        description="variables of the chat template, e.g. {enable_thinking: false}; today's date is"
+        " always 2024-07-26 (jsonl)",
     )
     packing: OfJsonLines[Logged[bool]] = Field(
         True,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lm.data.blocks import TO_UTF8, read_line_blocks
 from lm.errors import ConfigError
 
-_RULES = "JSON has no comments, no comma before ] or }, and strings only in double quotes"
+_RULE = "each line must be one JSON object, or the file an array of them"
 
 
 class RawLine(NamedTuple):
@@ -46,14 +46,14 @@ def read_json_lines(path: Path) -> Iterator[Record]:
         ConfigError: a line or an element is not a JSON object, or the file cannot be read.
     """
     for line in read_raw_lines(path):
-        yield parse_line(line, path)
+        yield parse_line(line)
 
 
-def parse_line(line: RawLine, path: Path) -> Record:
-    """Return the record of a line of the file `path`."""
+def parse_line(line: RawLine) -> Record:
+    """Return the record of a line."""
     fields = line.content
     if isinstance(fields, bytes):
-        fields = _parse_json(fields, line.place, path)
+        fields = _parse_json(fields, line.place)
     if not isinstance(fields, dict):
         raise ConfigError(f"{line.place}: not a JSON object: {json.dumps(fields)[:60]}")
     return Record(line.place, fields, line.size)
@@ -68,9 +68,6 @@ def read_raw_lines(path: Path) -> Iterator[RawLine]:
         return
     number = 0
     for block in itertools.chain([first_block], blocks):
-        if block.isspace():  # a small compressed file can have hundreds of millions of lines
-            number += block.count(b"\n")
-            continue
         for line in io.BytesIO(block):
             number += 1
             if line.strip():
@@ -78,12 +75,12 @@ def read_raw_lines(path: Path) -> Iterator[RawLine]:
 
 
 def _read_json_array(path: Path, content: bytes) -> Iterator[RawLine]:
-    records = _parse_json(content, str(path), path)
+    records = _parse_json(content, str(path))
     for i, record in enumerate(records):
         yield RawLine(f"{path}[{i}]", record, len(content) // len(records))
 
 
-def _parse_json(content: bytes, place: str, path: Path) -> Any:
+def _parse_json(content: bytes, place: str) -> Any:
     try:
         return load_json(content.decode().rstrip())
     except UnicodeDecodeError as error:
@@ -94,7 +91,7 @@ def _parse_json(content: bytes, place: str, path: Path) -> Any:
         if error.lineno > 1:  # of an array
             where = f"line {error.lineno}, character {error.colno}"
         problem = f"not valid JSON: {error.msg} at {where}"
-        raise ConfigError(f"{place}: {problem}; {_advise_json(path)}") from None
+        raise ConfigError(f"{place}: {problem}; {_RULE}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from None
     except ConfigError as error:
@@ -119,10 +116,3 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         (key, _), *_ = counts.most_common(1)
         raise ConfigError(f"an object has the key {key!r} twice; remove or rename one")
     return made
-
-
-def _advise_json(path: Path) -> str:
-    """Return what to do with a file that is not JSON Lines."""
-    if not set(path.suffixes) & {".jsonl", ".ndjson", ".json"}:
-        return "choose JSON Lines by a glob, e.g. 'DIRECTORY/**/*.jsonl'; dataset: text reads text"
-    return f"each line must be one JSON object, or the file an array of them; {_RULES}"

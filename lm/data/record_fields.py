@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from lm.data.chat_template import REASONING_KEYS
 from lm.errors import ConfigError
@@ -32,8 +34,10 @@ OF_MESSAGES = (
     *sorted(REASONING_KEYS),
 )
 """what `fields` can say that the keys of a message hold"""
-_PLAIN = re.compile(r"(?!(yes|no|on|off|true|false|null)$)[a-z_][\w.-]*", re.IGNORECASE)
-"""a text that YAML reads as it is"""
+_EXAMPLES = (
+    "{user: KEY, assistant: KEY}, {prompt: KEY, completion: KEY} or {text: KEY}, and with"
+    " objective: dpo {user: KEY, chosen: KEY, rejected: KEY} (docs/data.md has examples)"
+)
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,11 @@ class RecordFields:
         Raises:
             ConfigError: it lacks a key, or has one that is not read.
         """
-        if self.named is None:
-            return self._select_known(record)
+        named = self.named
+        if named is None:
+            named = self._name_keys(record)
         values: dict[str, Value] = {}
-        for what, source in self.named.items():
+        for what, source in named.items():
             if what in OF_MESSAGES:
                 continue
             content = fill(source, record)
@@ -86,81 +91,60 @@ class RecordFields:
                 raise ConfigError(f"{source} is null, and fields reads it; remove the line")
         return values
 
-    def _select_known(self, record: Mapping[str, Any]) -> dict[str, Value]:
-        keys = [key for key in record if record[key] is not None]
-        kind = self._find_kind(record, keys)
-        is_text = kind == ("text",)
-        read = kind if is_text else (*kind, "tools")
-        unread = [key for key in keys if key not in read]
-        if unread:
-            named = {_known_as(key): key for key in read if key in keys}
-            remedy = "to leave it out, name the rest"
-            if "system" in unread and not is_text:
-                named["system"] = "system"
-                remedy = "name what is read"
-            problem = f"{', '.join(unread)}: not read"
-            raise ConfigError(f"{problem}; {remedy}, fields: {as_yaml(named)}")
-        return {_known_as(key): Value(record[key], key) for key in read if key in keys}
-
-    def _find_kind(self, record: Mapping[str, Any], keys: list[str]) -> tuple[str, ...]:
-        """Return the keys by which a record is known."""
+    def _name_keys(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """Return what `fields` would say of a record that is known by its own keys."""
+        keys = [key for key, value in record.items() if value is not None]
         kinds = _KINDS
         if self.pairs:
             are_replies = "prompt" in keys or isinstance(record.get("chosen"), str)
             kinds = (("prompt", "chosen", "rejected") if are_replies else ("chosen", "rejected"),)
-        for kind in kinds:
-            if all(key in keys for key in kind):
-                return kind
-        example = "{user: KEY, assistant: KEY}, {prompt: KEY, completion: KEY} or {text: KEY}"
-        if self.pairs:
-            example = "{user: KEY, chosen: KEY, rejected: KEY}"
-        elif len(keys) == 1:
-            example = as_yaml({"text": keys[0]})
-        problem = f"the line has the keys: {', '.join(keys) or 'none'}"
-        remedy = f"say what they hold, fields: {example} (docs/data.md has examples)"
-        if "chosen" in keys and not self.pairs:
-            remedy = f"preferences are learned with objective: dpo; or {remedy}"
-        raise ConfigError(f"{problem}; {remedy}")
-
-
-def _known_as(key: str) -> str:
-    return "messages" if key == "conversations" else key
+        known = [kind for kind in kinds if all(key in keys for key in kind)]
+        if not known:
+            problem = f"the line has the keys: {', '.join(keys) or 'none'}"
+            raise ConfigError(f"{problem}; say what they hold, fields: {_EXAMPLES}")
+        kind = known[0]
+        read = kind if kind == ("text",) else (*kind, *_OF_CHATS)
+        named = {"messages" if key == "conversations" else key: key for key in read if key in keys}
+        unread = [key for key in keys if key not in read]
+        if unread:
+            remedy = f"to leave it out, name the rest, fields: {as_yaml(named)}"
+            raise ConfigError(f"{', '.join(unread)}: not read; {remedy}")
+        return named
 
 
 def check_fields(fields: Mapping[str, str]) -> None:
     """Raise ValueError unless `fields` says all that one kind of record needs, and no more."""
     kinds = [*_NAMED_KINDS, *_NAMED_PAIRS]
-    known = {what for kind in kinds for what in kind} | {*_OF_CHATS, *OF_MESSAGES}
-    unknown = fields.keys() - known
-    if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))} is not one of {', '.join(sorted(known))}")
     of_record = fields.keys() - {*_OF_CHATS, *OF_MESSAGES}
     if of_record not in [set(kind) for kind in kinds]:
         described = ", or ".join(" and ".join(kind) for kind in kinds)
-        raise ValueError(f"{as_yaml(fields)} is no kind of record; name {described}")
+        rest = ", ".join([*_OF_CHATS, *OF_MESSAGES])
+        problem = f"{as_yaml(fields)} is no kind of record"
+        raise ValueError(f"{problem}; name {described}, and of chats what they have of {rest}")
     if of_record == {"text"} and len(fields) > 1:
         raise ValueError("text is not a chat; remove what else is named")
     of_messages = fields.keys() & {*OF_MESSAGES}
     if of_messages and not {"role", "content"} <= of_messages:
         raise ValueError("of messages, name role and content, and what else is read of them")
     for what, source in fields.items():
-        names = _find_names(source)
-        if names is None or not all(names):
-            problem = f"{what}: {source!r} is no template"
-            raise ValueError(f"{problem}; write names in braces, and other braces twice: {{{{")
+        try:
+            _parse(source)
+        except ValueError as error:
+            problem = f"{what}: {source!r} is no template: {error}"
+            remedy = "write names in braces, and other braces twice: {{"
+            raise ValueError(f"{problem}; {remedy}") from None
         if "{" in source and what in ("messages", "tools", *of_messages):
             raise ValueError(f"{what}: {source!r} makes a text; name a key")
 
 
-def _find_names(source: str) -> list[str] | None:
-    """Return the names in a template; None = it is not valid."""
-    try:
-        parsed = list(string.Formatter().parse(source))
-    except ValueError:
-        return None
-    if any(spec or conversion for _, _, spec, conversion in parsed):
-        return None
-    return [name for _, name, _, _ in parsed if name is not None]
+def _parse(source: str) -> list[tuple[str, str | None]]:
+    """Return the texts of a template, each with the name that follows it, or None."""
+    parts: list[tuple[str, str | None]] = []
+    for before, name, spec, conversion in string.Formatter().parse(source):
+        if name == "" or spec or conversion:
+            raise ValueError("braces have names of keys alone")
+        parts.append((before, name))
+    return parts
 
 
 def fill(source: str, record: Mapping[str, Any]) -> Any:
@@ -172,7 +156,7 @@ def fill(source: str, record: Mapping[str, Any]) -> Any:
     if "{" not in source:
         return record[_require(source, record)]
     text = ""
-    for before, name, _, _ in string.Formatter().parse(source):
+    for before, name in _parse(source):
         value = ""
         if name is not None:
             value = record[_require(name, record)] or ""
@@ -222,8 +206,7 @@ def show(value: Any) -> str:
 
 def as_yaml(fields: Mapping[str, str]) -> str:
     """Return `fields` as it is typed in YAML."""
-    return f"{{{', '.join(f'{what}: {_quote(name)}' for what, name in fields.items())}}}"
-
-
-def _quote(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+    flow = yaml.safe_dump(
+        dict(fields), default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return flow.strip()

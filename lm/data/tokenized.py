@@ -94,7 +94,7 @@ def tokenize_records(
     """Return the tokens of JSON Lines, and those of the records that are held out, if any are.
 
     Raises:
-        ConfigError: invalid lines (the first of each file), or none.
+        ConfigError: an invalid line, or none.
     """
     return _make(_RECORDS, "write_records", files, tokenizer, options)
 

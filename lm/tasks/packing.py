@@ -182,8 +182,8 @@ class _ContextWriter:
         rendered = self._tokenizer.render(messages, add_generation_prompt=True)
         places = [f"messages[{i}]" for i in range(len(messages))]
         unwritten = find_unwritten(messages, places, None, rendered.text)
-        if unwritten.lost or unwritten.thinking:
-            keys = ", ".join([*unwritten.lost, *unwritten.thinking])
+        if unwritten:
+            keys = ", ".join(unwritten)
             problem = f"{self._tokenizer.find_template().name} leaves out {keys}"
             raise ConfigError(f"{problem}; use roles that it writes, e.g. user")
         return _Text(rendered.text, is_chat=True)
@@ -198,8 +198,7 @@ def _encode_texts(texts: Sequence[_Text], tokenizer: Tokenizer) -> dict[_Text, I
     plain = [text for text in dict.fromkeys(texts) if not text.is_chat]
     chats = [text for text in dict.fromkeys(texts) if text.is_chat]
     encoded = tokenizer.encode_batch([text for text, _ in plain])
-    with_ends = tokenizer.encode_with_ends([text for text, _ in chats], add_special_tokens=False)
-    encoded += [ids for ids, _ in with_ends]
+    encoded += [tokenizer.encode_piece(text) for text, _ in chats]
     return dict(zip([*plain, *chats], [ids.astype(np.int64) for ids in encoded], strict=True))
 
 

@@ -41,7 +41,7 @@ if kind == "text":
 else:
     records._check_first_lines = lambda *_: None
     records.count_workers = lambda _: 1
-    records._PieceTokenizer.tokenize = counted(records._PieceTokenizer.tokenize)
+    records._PieceTokenizer.__call__ = counted(records._PieceTokenizer.__call__)
     options = tokenized.RecordOptions(completion_only=True, holds_out=True)
     files = tokenized.tokenize_records(sorted(Path("in").iterdir()), tokenizer, options)
 print(next(pieces) - 1, files[0].path.parent)

@@ -63,8 +63,6 @@ def test_workers_write_the_arrays_of_one_process(
         datasets.append(pack_files(files, load_tokenizer("bytes"), 128, held_out=held_out))
     one, three = datasets
     assert one.fingerprint() == three.fingerprint()
-    assert one.note is not None
-    assert "with an empty reply" in one.note
     assert one.note == three.note
     for index in range(len(one)):
         assert np.array_equal(one[index].targets, three[index].targets)
@@ -83,18 +81,15 @@ def test_progress_counts_bytes(
     assert f" {size}/{size} " in last
 
 
-def test_workers_find_the_first_error_of_each_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_find_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write_records(tmp_path / f"{i}.jsonl", 2500) for i in range(4)]
-    for path in files[1:3]:
-        with path.open("a") as file:
-            file.write('\n{"text": 1}\n{"text"')
+    with files[1].open("a") as file:
+        file.write('\n{"text": 1}\n{"text"')
     monkeypatch.setattr("lm.data.records.count_workers", lambda _: 3)
     with pytest.raises(ConfigError) as caught:
         pack_files(files, load_tokenizer("bytes"), 128)
     rule = "'text' is 1, not text; remove or correct the record"
-    assert caught.value.problems == tuple(f"{path}:2501: {rule}" for path in files[1:3])
+    assert str(caught.value) == f"{files[1]}:2501: {rule}"
 
 
 def test_killed_worker_is_one_line() -> None:

@@ -93,9 +93,8 @@ def test_tokenizer_round_trip_of_any_text(tokenizer: Tokenizer, text: str) -> No
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL, LLAMA])
 @given(st.lists(st.text(), min_size=1, max_size=4))
 def test_token_ends_grow_to_the_length_of_the_text(tokenizer: Tokenizer, texts: list[str]) -> None:
-    for text, (ids, ends) in zip(
-        texts, tokenizer.encode_with_ends(texts, add_special_tokens=True), strict=True
-    ):
+    for text in texts:
+        ids, ends = tokenizer.encode_with_ends(text, with_start=True)
         assert ids.tolist() == tokenizer.encode(text)
         assert len(ends) == len(ids)
         assert (np.diff(ends) >= 0).all()
@@ -105,7 +104,7 @@ def test_token_ends_grow_to_the_length_of_the_text(tokenizer: Tokenizer, texts: 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL])
 def test_token_ends_count_characters(tokenizer: Tokenizer) -> None:
-    ((ids, ends),) = tokenizer.encode_with_ends(["a\u65e5b"], add_special_tokens=False)
+    ids, ends = tokenizer.encode_with_ends("a\u65e5b", with_start=False)
     assert tokenizer.decode(ids[ends <= 2]) == "a\u65e5"
 
 
@@ -159,7 +158,7 @@ def test_start_of_text_is_written_once(template: str, content: bytes) -> None:
 
 
 def encoded(tokenizer: FileTokenizer, text: str) -> list[list[int]]:
-    ((ids, ends),) = tokenizer.encode_with_ends([text], add_special_tokens=True)
+    ids, ends = tokenizer.encode_with_ends(text, with_start=True)
     assert len(ends) == len(ids)
     if text.strip():
         assert ends[-1] == len(text)
@@ -213,8 +212,8 @@ def test_ids_that_the_model_does_not_have_are_refused_where_they_occur() -> None
     encodes = (
         lambda text: tokenizer.encode(text),
         lambda text: tokenizer.encode_batch(["to be", text]),
-        lambda text: tokenizer.encode_with_ends([text], add_special_tokens=True),
-        lambda text: tokenizer.encode_with_ends([text], add_special_tokens=False),
+        lambda text: tokenizer.encode_with_ends(text, with_start=True),
+        lambda text: tokenizer.encode_with_ends(text, with_start=False),
         lambda text: pickle.loads(pickle.dumps(tokenizer)).encode(text),
     )
     for encode in encodes:
@@ -317,7 +316,7 @@ def test_special_tokens_of_other_files_equal_transformers(
     for token in (*theirs.get_added_vocab(), "[MORE]", "[CLS]", "<image", "be", "hi"):
         for text in (f"to {token}be or  {token}  not", f"[ONE]{token}", token):
             ids = theirs(text, add_special_tokens=False).input_ids
-            assert ours.encode_with_ends([text], add_special_tokens=False)[0].ids.tolist() == ids
+            assert ours.encode_piece(text).tolist() == ids
     template = "{{ bos_token }} {{ eos_token }} {{ pad_token }} {{ image_token }} {{ eoi_token }}"
     theirs.chat_template = template
     rendered = FileTokenizer(ours.files, "test", ChatTemplate(template, "test"))

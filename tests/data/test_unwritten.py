@@ -12,9 +12,7 @@ from lm.data.unwritten import find_unwritten
 
 def lost(text: str, tools: Any = None, **message: Any) -> list[str]:
     messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""} | message]
-    unwritten = find_unwritten(messages, ["m[0]", "m[1]"], tools, text)
-    assert not unwritten.thinking
-    return unwritten.lost
+    return find_unwritten(messages, ["m[0]", "m[1]"], tools, text)
 
 
 CONTENT = 'm[1].content of role "assistant"'
@@ -72,18 +70,3 @@ def test_names_and_descriptions_of_tools_are_found() -> None:
     for missing in ("get_weather", "city", "Where?", "weather"):
         text = json.dumps(tool).replace(missing, "")
         assert lost(text, [{"type": "function", "function": tool}]) == ["tools"]
-
-
-@pytest.mark.parametrize("content", ["<think>\ncedar\n</think>\n\nbasil", "basil"])
-def test_thinking_of_earlier_replies_is_told_apart(content: str) -> None:
-    reply = {"role": "assistant", "content": content}
-    if content == "basil":
-        reply |= {"reasoning_content": "cedar"}
-    messages = [{"role": "user", "content": "amber"}, reply] * 2
-    places = ["0", "1", "2", "3"]
-    found = find_unwritten([*messages, messages[0]], [*places, "4"], None, "amber basil")
-    assert (len(found.thinking), found.lost) == (2, [])
-    found = find_unwritten(messages, places, None, "amber basil")
-    assert (len(found.thinking), len(found.lost)) == (1, 1)
-    found = find_unwritten([*messages, messages[0]], [*places, "4"], None, "amber")
-    assert len(found.lost) == 2

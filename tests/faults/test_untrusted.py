@@ -364,7 +364,7 @@ def test_tokenizer_that_fails_in_the_library_is_named(changes: dict[str, Any], s
     for encode in (
         lambda: tokenizer.encode("text"),
         lambda: tokenizer.encode_batch(["text"]),
-        lambda: tokenizer.encode_with_ends(["text"], add_special_tokens=True),
+        lambda: tokenizer.encode_with_ends("text", with_start=True),
         lambda: tokenizer.text_bytes,
     ):
         with pytest.raises(ConfigError, match=f"^tokenizer: {saved}: ") as failed:

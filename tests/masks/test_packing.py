@@ -229,32 +229,8 @@ def test_chat_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
         LLAMA.decode(targets(pack_files([file], LLAMA, 256, completion_only=True)))
         == "the question\n\n"
     )
-    with pytest.raises(ConfigError, match="weight requires loss_on: completion"):
+    with pytest.raises(ConfigError, match=r"weight is read only .* loss_on: completion"):
         pack_files([file], LLAMA, 256)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]},
-        {"prompt": "q", "completion": ""},
-    ],
-    ids=str,
-)
-def test_empty_replies_are_counted(record: dict[str, Any], tmp_path: Path) -> None:
-    good = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
-    file = write(tmp_path / "a.jsonl", [{"messages": good}, record, record])
-    data = pack_files([file], LLAMA, 256, completion_only=True)
-    assert "2 records with an empty reply, of which only the end is learned" in (data.note or "")
-
-
-def test_prompt_and_completion_as_texts_next_to_a_chat_template_are_noted(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"prompt": "to be", "completion": " or not"}] * 3)
-    note = "3 records with prompt and completion as texts, trained without the chat template"
-    assert note in (pack_files([file], LLAMA, 64).note or "")
-    plain = load_tokenizer(str(save_tokenizer(tmp_path)))
-    for tokenizer in (BYTES, plain):
-        assert "template" not in (pack_files([file], tokenizer, 64).note or "")
 
 
 def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
@@ -264,10 +240,8 @@ def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
     tokenizer = llama(template)
     tools = [{"type": "function", "function": {"name": "question"}}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    for each in (tools[0], tools):  # one need not be in a list
-        file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": each}])
-        text = LLAMA.decode(targets(pack_files([file], tokenizer, 256)))
-        assert text.startswith("question")
+    file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
+    assert LLAMA.decode(targets(pack_files([file], tokenizer, 256))).startswith("question")
     assert (
         LLAMA.decode(targets(pack_files([file], tokenizer, 256, completion_only=True))).strip()
         == "ho"
@@ -292,7 +266,7 @@ def test_chat_template_gets_its_variables_and_always_the_same_date() -> None:
     )
     assert (date(first), date(second)) == ("26 Jul 2024", "2024, 26")
     first.template_kwargs = second.template_kwargs = {"date_string": "today", "mark": "!"}
-    assert (date(first), date(second)) == ("today", "today, today!")
+    assert (date(first), date(second)) == ("today", "2024, 26!")
 
 
 def masked_by_transformers(
@@ -350,8 +324,7 @@ def test_trl_templates_write_ids_as_transformers(
                 ours.render(chat, add_generation_prompt=True)
             continue
         text, _ = ours.render(chat, add_generation_prompt=True)
-        ((ids, _),) = ours.encode_with_ends([text], add_special_tokens=False)
-        assert ids.tolist() == expected, path.stem
+        assert ours.encode_piece(text).tolist() == expected, path.stem
         assert "None" not in text, path.stem
 
 
@@ -492,7 +465,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize(("template", "part"), UNUSABLE.values(), ids=UNUSABLE)
 def test_template_without_end_of_turn_is_refused(template: str, part: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"messages": DIALOG[:2]}])
+    file = write(tmp_path / "a.jsonl", [{"messages": DIALOG}])
     with pytest.raises(ConfigError, match=f"^{file}:1: tokenizer: llama: .*{part}") as error:
         pack_files([file], llama(template), 512, completion_only=True)
     assert named_keys(error.value) >= {"chat_template"}
@@ -526,6 +499,7 @@ CHATS = {
     "system in the middle": [ASK, ANSWER_IT, said("system", "grove7"), ASK, ANSWER_IT],
     "reasoning": [ASK, ANSWER_IT | THINK],
     "thinking": [ASK, said("assistant", "cedar7", "basil7")],
+    "thinking of an earlier reply": [ASK, said("assistant", "cedar7", "basil7"), ASK, ANSWER_IT],
     "name": [ASK | {"name": "fjord7"}, ANSWER_IT],
     "two calls": [ASK, said("assistant", "", tool_calls=calls("ember7", "fjord7"))],
     "content and call": [
@@ -557,26 +531,6 @@ def test_string_that_a_template_leaves_out_is_refused(chat: str, tmp_path: Path)
                 pack_files([file], tokenizer, 8192)
             n_refused += 1
     assert n_refused > 0
-
-
-@pytest.mark.parametrize("thinking", [("cedar7", "basil7"), ("basil7",)])
-def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
-    thinking: tuple[str, ...], tmp_path: Path
-) -> None:
-    reply = said("assistant", *thinking)
-    last = said("assistant", *(word.replace("cedar7", "delta7") for word in thinking))
-    if len(thinking) == 1:
-        reply |= THINK
-        last |= {"reasoning_content": "delta7"}
-    records = [{"messages": [ASK, reply]}, {"messages": [ASK, reply, ASK, last]}]
-    file = write(tmp_path / "a.jsonl", [*records, records[1]])
-    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3")
-    found = pack_files([file], tokenizer, 512)
-    assert re.findall(r"(\d+) records without the thinking", found.note or "") == ["2"]
-    text = tokenizer.decode(targets(found))
-    assert [text.count(word) for word in ("cedar7", "delta7")] == [1, 2]
-    file = write(tmp_path / "a.jsonl", records[:1])
-    assert "thinking" not in (pack_files([file], tokenizer, 512).note or "")
 
 
 def test_tags_that_a_template_cuts_off_are_no_content(tmp_path: Path) -> None:
@@ -629,7 +583,7 @@ WANT_TEXT = {
 
 
 @pytest.mark.parametrize("template", WANT_TEXT)
-@pytest.mark.parametrize("arguments", [{"x": "é"}, {}, '{"x":"\\u00e9"}'], ids=str)
+@pytest.mark.parametrize("arguments", [{"x": "é"}, {}, '{"x": "\\u00e9"}'], ids=str)
 def test_template_that_wants_arguments_as_text_gets_it(
     arguments: Any, template: str, tmp_path: Path
 ) -> None:
@@ -641,93 +595,44 @@ def test_template_that_wants_arguments_as_text_gets_it(
         tokenizer.files, "x", ChatTemplate(WANT_TEXT[template] + "{{ eos_token }}{% endfor %}", "x")
     )
     text = tokenizer.decode(targets(pack_files([file], tokenizer, 512)))
-    expected = (
-        arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    )
+    expected = '{"x": "é"}' if arguments else "{}"
     assert f"<{expected}>" in text
 
 
-@pytest.mark.parametrize("template", ["qwen2_5", "llama3_1"])
-def test_nulls_that_a_table_adds_to_calls_are_left_out(template: str, tmp_path: Path) -> None:
-    import datasets
-
-    records = []
-    for name, arguments in (("f", {"city": "Oslo"}), ("g", {"x": 1, "deep": [{"y": 2}, {"z": 3}]})):
-        function = {"name": name, "arguments": arguments}
-        reply = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-        records.append({"messages": [ASK, reply]})
-    expected = pack_files(
-        [write(tmp_path / "a.jsonl", records)],
-        tokenizer := load_tokenizer(str(save_tokenizer(tmp_path)), template),
-        512,
-    )
-    assert "null" not in (expected.note or "")
-    table = tmp_path / "a.parquet"
-    datasets.Dataset.from_list(records).to_parquet(table)
-    read = datasets.Dataset.from_parquet(str(table), cache_dir=str(tmp_path / "cache"))
-    read.to_json(tmp_path / "b.jsonl")  # pyright: ignore[reportAttributeAccessIssue]
-    assert "null" in (tmp_path / "b.jsonl").read_text()
-    found = pack_files([tmp_path / "b.jsonl"], tokenizer, 512)
-    assert found.fingerprint() == expected.fingerprint()
-    assert "; 2 calls of a tool without nulls" in (found.note or "")
-
-
-@pytest.mark.parametrize(
-    ("schema", "is_meant"),
-    [
-        ({}, True),
-        ({"type": "null"}, True),
-        ({"type": ["string", "null"]}, True),
-        ({"type": "string", "nullable": True}, True),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, True),
-        ({"type": "string"}, False),
-        ({"type": ["string", "integer"]}, False),
-        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, False),
-    ],
-    ids=str,
-)
-def test_null_is_meant_if_the_schema_allows_it(
-    schema: dict[str, Any], is_meant: bool, tmp_path: Path
-) -> None:
+def test_null_is_read_in_json_text_only(tmp_path: Path) -> None:
+    """A table adds nulls to objects, and not to JSON text."""
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
-    nested = {
-        "type": "object",
-        "properties": {"a": {"type": "object", "properties": {"b": schema}}},
-    }
-    tools = [{"name": "f", "parameters": nested}]
-    calls = [{"function": {"name": "f", "arguments": {"a": {"b": None}, "c": None}}}]
-    reply = {"role": "assistant", "content": "", "tool_calls": calls}
-    file = write(tmp_path / "a.jsonl", [{"messages": [ASK, reply], "tools": tools}])
-    text = tokenizer.decode(targets(pack_files([file], tokenizer, 8192)))
-    expected = '{"a": {"b": null}}' if is_meant else '{"a": {}}'
-    assert f'{{"name": "f", "arguments": {expected}}}' in text
+    tools: Any = [{"name": "f", "parameters": {"properties": {"a": {"default": None}}}}]
+    arguments: Any = {"a": [{"b": None}]}
 
-
-def test_null_that_a_schema_lists_or_that_is_in_json_text_is_meant(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
-    schema = {"type": "object", "properties": {"unit": {"enum": None, "default": None}}}
-    tools = [{"name": "f", "parameters": schema}]
-    texts = []
-    for arguments in ({"unit": None, "x": None}, '{"unit": null, "x": null}'):
+    def read(tools: Any, arguments: Any) -> str:
         calls = [{"id": None, "function": {"name": "f", "arguments": arguments}}]
         reply = {"role": "assistant", "content": "", "tool_calls": calls}
         file = write(tmp_path / "a.jsonl", [{"messages": [ASK, reply], "tools": tools}])
-        texts.append(tokenizer.decode(targets(pack_files([file], tokenizer, 8192))))
-    for text, found in zip(texts, ('{"unit": null}', '{"unit": null, "x": null}'), strict=True):
-        assert f'{{"name": "f", "arguments": {found}}}' in text
-        assert '"properties": {"unit": {"default": null}}' in text
+        return tokenizer.decode(targets(pack_files([file], tokenizer, 8192)))
+
+    text = read(json.dumps(tools), json.dumps(arguments))
+    assert '{"name": "f", "arguments": {"a": [{"b": null}]}}' in text
+    assert '"properties": {"a": {"default": null}}' in text
+    assert '"arguments": {"a": [null]}' in read(json.dumps(tools), {"a": [None]})
+    with pytest.raises(ConfigError, match=r"a.jsonl:1: tools: .* has a null"):
+        read(tools, json.dumps(arguments))
+    match = r"a.jsonl:1: messages\[1\].tool_calls: arguments: .* has a null"
+    with pytest.raises(ConfigError, match=match):
+        read(json.dumps(tools), arguments)
 
 
-@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think"])
-def test_empty_thinking_is_a_target_only_if_the_data_has_it(template: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), template)
-    for content, thinks in (("It is 4.", False), ("<think>\n\n</think>\n\nIt is 4.", True)):
-        chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": content}]
-        file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-        found = targets(pack_files([file], tokenizer, 512, completion_only=True))
-        text = tokenizer.decode(found)
-        assert ("</think>" in text) == thinks
-        assert text.endswith("It is 4.<|im_end|>\n")
+def test_empty_thinking_that_the_start_of_a_reply_has_is_no_target(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3")
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+    found: list[str] = []
+    for variables in ({}, {"enable_thinking": False}):
+        tokenizer.template_kwargs = variables
+        samples = pack_files([file], tokenizer, 512, completion_only=True)
+        found.append(tokenizer.decode(targets(samples)))
+    reply = "It is 4.<|im_end|>\n"
+    assert found == [f"<think>\n\n</think>\n\n{reply}", reply]
 
 
 def test_jsonl_fingerprint(tmp_path: Path) -> None:
@@ -746,7 +651,7 @@ INVALID = {
     "number": ('{"text": 5}', "'text' is 5"),
     "completion": (
         '{"prompt": "a", "completion": ["b"]}',
-        "completion: is messages, and prompt is",
+        "'completion' is [\"b\"], not text",
     ),
     "surrogate-chat": (
         '{"messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -791,8 +696,8 @@ INVALID = {
         'tools: "f(x)"',
     ),
     "tools-schema": (
-        '{"messages": [{"role": "user"}], "tools": [{"name": "f", "parameters": [1]}]}',
-        'tools: {"name": "f"',
+        '{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 5}]}',
+        'tools: [{"name": 5}] is not',
     ),
     "twice": ('{"text": "a", "n": {}, "text": "b"}', "an object has the key 'text' twice"),
     "twice-nested": (
@@ -824,11 +729,9 @@ def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     line, part = INVALID[name]
     file.write_bytes(b'{"text": "ok"}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(ConfigError) as error:
-        pack_files([file, write(tmp_path / "b.jsonl", [{"text": "ok"}, {}])], LLAMA, 8)
-    first, second = error.value.problems
-    assert first.startswith(f"{file}:2: ")
-    assert part in first
-    assert second.startswith(f"{tmp_path}/b.jsonl:2: the line has the keys: none")
+        pack_files([file], LLAMA, 8)
+    assert str(error.value).startswith(f"{file}:2: ")
+    assert part in str(error.value)
 
 
 def test_error_in_the_first_line_of_any_file_precedes_the_tokenizing(
@@ -842,13 +745,6 @@ def test_error_in_the_first_line_of_any_file_precedes_the_tokenizing(
         pack_files(files[:2], BYTES, 16)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(f"{files[1]}:1: ")
-
-
-def test_jsonl_counts_megabytes_of_empty_lines(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"text": "ok"}\n' + b"\n" * (3 << 20) + b"x\n")
-    with pytest.raises(ConfigError, match=f"{file}:{(3 << 20) + 2}: not valid JSON"):
-        pack_files([file], LLAMA, 8)
 
 
 ANSWER = [{"role": "user", "content": "to be\n\nor"}, {"role": "assistant", "content": "not"}]
@@ -870,34 +766,18 @@ def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
         pack_files([array], BYTES, 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "advice"),
-    [
-        ("a.csv", "prompt,completion", r"'DIRECTORY/\*\*/\*.jsonl'"),
-        ("a.json", '{\n"train": []}', "each line must be one JSON object"),
-        ("a.jsonl", "// of the web\n{}", "JSON has no comments"),
-        ("a.jsonl", "{'text': 'a'}", "strings only in double quotes"),
-    ],
-)
-def test_json_error_advises_by_suffix(name: str, content: str, advice: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=f"{name}:1: not valid JSON: .*; .*{advice}"):
-        pack_files([tmp_path / name], BYTES, 8)
-
-
 @pytest.mark.parametrize("second", ["// b", "{'text': 'b'}", ""])
 def test_json_array_with_a_mistake_is_named_by_its_line(second: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(f'[\n{{"text": "a"}},\n{second}\n]')
-    rules = "line [34], .*; JSON has no comments, no comma before "
-    with pytest.raises(ConfigError, match=rules):
+    with pytest.raises(ConfigError, match=r"line [34], .*; each line must be one JSON object"):
         pack_files([file], BYTES, 8)
 
 
 def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "hi"}]}])
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
-    with pytest.raises(ConfigError, match=r"messages\[0\] is of the assistant"):
+    with pytest.raises(ConfigError, match=r"messages\[0\]: cannot be located"):
         pack_files([file], tokenizer, 512, completion_only=True)
     pack_files([file], tokenizer, 512)
 
@@ -908,9 +788,11 @@ def test_chat_template_kwargs_must_be_read(tmp_path: Path) -> None:
     chats["tokenizer"] = str(save_tokenizer(tmp_path))
     variables = {"enable_thinkin": False}
     config = DataConfig.model_validate(chats | {"chat_template_kwargs": variables})
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs: .* did you mean enable_thinking"):
+    with pytest.raises(
+        ConfigError, match=r"chat_template_kwargs: .* does not read enable_thinkin;"
+    ):
         open_data(config, 264, 512, 2, 0)
-    variables = {"enable_thinking": False, "date_string": "today"}
+    variables = {"enable_thinking": False}
     config = DataConfig.model_validate(chats | {"chat_template_kwargs": variables})
     tokenizer = open_data(config, 2**17, 512, 2, 0).tokenizer
     assert tokenizer is not None

@@ -62,18 +62,10 @@ class ByteTokenizer:
     def encode_piece(self, text: str) -> NDArray[np.uint32]:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
-    def encode_with_ends(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool,  # noqa: ARG002 - there are none
-    ) -> list[TokenizedText]:
-        encodings: list[TokenizedText] = []
-        for text in texts:
-            n_bytes = [len(character.encode()) for character in text]
-            ends = np.repeat(np.arange(1, len(text) + 1), n_bytes)
-            encodings.append(TokenizedText(self.encode_piece(text), ends))
-        return encodings
+    def encode_with_ends(self, text: str, *, with_start: bool) -> TokenizedText:  # noqa: ARG002
+        n_bytes = [len(character.encode()) for character in text]
+        ends = np.repeat(np.arange(1, len(text) + 1), n_bytes)
+        return TokenizedText(self.encode_piece(text), ends)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Return the text of `ids`; see `stream`."""

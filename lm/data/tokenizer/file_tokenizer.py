@@ -239,22 +239,20 @@ class FileTokenizer:
         """
         return self._bytes.tells(text, ids, is_start=is_start)
 
-    def _find_text(self, encoding: Any) -> slice:
-        """Return which ids of an encoding are a text's, with the start of text once.
-
-        The tokenizer writes a start before any text, also one that starts with it, as rendered
-        chats do, and some append an end of text.
-        """
-        ids: list[int] = encoding.ids
+    @functools.cached_property
+    def _start_ids(self) -> list[int]:
+        """Ids that the tokenizer writes before any text; some append an end of text, too."""
+        with self._library.errors():
+            encoding = self._library.encoder.encode("a")
         is_written: list[int] = encoding.special_tokens_mask  # by the tokenizer, not in the text
-        n_start = sum(itertools.takewhile(bool, is_written))
-        start = 0
-        if ids[n_start : 2 * n_start] == ids[:n_start]:
-            start = n_start
-        stop = len(ids)
-        if is_written[-1:] == [1] and ids[-1] == self.eos_id:
-            stop -= 1
-        return slice(start, stop)
+        return encoding.ids[: sum(itertools.takewhile(bool, is_written))]
+
+    def _add_start(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text with the start of a text, which the text may have itself."""
+        start = self._start_ids
+        if ids[: len(start)] == start:
+            return ids
+        return start + ids
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with the tokenizer's own start of text, once.
@@ -271,16 +269,18 @@ class FileTokenizer:
         """
         split = [list(self.split([text])) for text in texts]
         with self._library.errors():
-            encodings = self._library.encoder.encode_batch_fast([first for first, *_ in split])
+            encodings = self._library.encoder.encode_batch_fast(
+                [first for first, *_ in split], add_special_tokens=False
+            )
         results: list[NDArray[np.uint32]] = []
         for encoding, (_, *others) in zip(encodings, split, strict=True):
-            first = np.array(encoding.ids[self._find_text(encoding)], np.uint32)
+            first = np.array(self._add_start(encoding.ids), np.uint32)
             self._check_ids(first)
             results.append(np.concatenate([first, *map(self.encode_piece, others)]))
         return results
 
     def encode_piece(self, text: str) -> NDArray[np.uint32]:
-        """Return the ids of a piece that is not the first of its text."""
+        """Return the ids of a chat, or of a piece that is not the first of its text."""
         ids = np.array(self._library.encode(text), np.uint32)
         self._check_ids(ids)
         return ids
@@ -304,11 +304,6 @@ class FileTokenizer:
                 yield text[start:seam]
                 start = seam
             text = text[start:]
-        if len(text) > 2 * _PIECE_SIZE:
-            seam = self._find_seam(text, _PIECE_SIZE) or 0
-            if seam > 0:
-                yield text[:seam]
-            text = text[seam:]
         yield text
 
     def _find_seam(self, text: str, first: int) -> int | None:
@@ -323,28 +318,21 @@ class FileTokenizer:
                 return seam
         return None
 
-    def encode_with_ends(
-        self, texts: Sequence[str], *, add_special_tokens: bool
-    ) -> list[TokenizedText]:
-        """Return the ids of each text and their ends.
+    def encode_with_ends(self, text: str, *, with_start: bool) -> TokenizedText:
+        """Return the ids of a text and their ends.
 
         Args:
-            add_special_tokens: False for texts from `render`, which contain theirs already.
+            with_start: False for a text from `render`, which has what precedes it.
         """
         with self._library.errors():
-            encodings = self._library.encoder.encode_batch(
-                list(texts), add_special_tokens=add_special_tokens
-            )
-        results: list[TokenizedText] = []
-        for encoding in encodings:
-            text = slice(None)
-            if add_special_tokens:
-                text = self._find_text(encoding)
-            ids = encoding.ids[text]
-            self._check_ids(ids)
-            ends = [end for _, end in encoding.offsets[text]]
-            results.append(TokenizedText(np.array(ids, np.uint32), np.array(ends, np.int64)))
-        return results
+            encoding = self._library.encoder.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        ends = [end for _, end in encoding.offsets]
+        if with_start:
+            ids = self._add_start(ids)
+        self._check_ids(ids)
+        ends = [0] * (len(ids) - len(ends)) + ends
+        return TokenizedText(np.array(ids, np.uint32), np.array(ends, np.int64))
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Return the text of `ids`; see `stream`."""
