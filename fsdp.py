@@ -84,7 +84,7 @@ from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.balance import ExpertBalance
 from lm.training.transfer import Transfer
-from lm.transformers_model import AnyModel, kept_in_float32, new_model
+from lm.transformers_model import AnyModel, new_model
 from lm.units import format_bytes
 
 T = TypeVar("T")
@@ -239,10 +239,10 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
     # module that already is a unit; so each unit ignores what those inside of it will hold.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
-    in_float32 = kept_in_float32(model, amp_dtype)
+    in_float32 = model.kept_in_float32(amp_dtype)
     fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
     parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    in_float32 = kept_in_float32(model, amp_dtype)  # the DTensors that have replaced them
+    in_float32 = model.kept_in_float32(amp_dtype)  # the DTensors that have replaced them
     for unit in units:
         fully_shard(unit, **fsdp_options, ignored_params=in_float32)
     parallelize.tune_gathers(model)

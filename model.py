@@ -983,6 +983,10 @@ class Transformer(nn.Module):
             return list(self.blocks)
         return [self.embedding, *self.blocks, self.head]
 
+    def kept_in_float32(self, _dtype: torch.dtype | None) -> set[nn.Parameter]:
+        """Return the parameters that are computed with in float32, whatever the dtype is: none."""
+        return set()
+
     def init_rule(self, name: str, width_ratio: float = 1.0, depth_ratio: float = 1.0) -> InitRule:
         """Return how to initialize the parameter `name`.
 

@@ -28,7 +28,7 @@
 0  lm.attention, lm.delta_rule                   attention inside of documents, and linear attention
 0  lm.launch, lm.seeds, lm.shards, lm.fileio     import of ours only what follows
 0  lm.model_config, lm.strict_yaml, lm.units, lm.grouped_mm, lm.program
-   lm.errors, lm.fields, lm.presets               import nothing of ours
+   lm.errors, lm.fields, lm.presets, lm.examined  import nothing of ours
 
 Imports go down only, and parts on one floor do not import each other. A name is a module or a
 package. Inside a package, files import each other in one direction.

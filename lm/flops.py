@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 
-from lm.model_config import ModelConfig
 from lm.program import describe_program
 from lm.storage.cache import remembered
 from lm.training.config import LoraConfig
@@ -24,12 +23,10 @@ def count_flops_per_token(config: LoraConfig, model: AnyModelConfig) -> float | 
     Returns:
         None if the class computes nothing without values.
     """
-    keys = model.max_seq_len / 2
-    if isinstance(model, ModelConfig):
-        if config.lora_rank is None:
-            return model.flops_per_token(model.max_seq_len)
-        keys = model.mean_keys(model.max_seq_len)
-    n_tokens = max(1, round(keys))
+    flops = model.flops_per_token(model.max_seq_len)
+    if flops is not None and config.lora_rank is None:
+        return flops
+    n_tokens = max(1, round(model.mean_keys(model.max_seq_len)))
     adapters = config.lora_rank, config.lora_targets
     facts = "FLOPs", model, adapters, describe_program(__name__, ["torch", "transformers"])
     return json.loads(remembered(facts, lambda: json.dumps(_count(config, model, n_tokens))))

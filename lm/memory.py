@@ -16,7 +16,6 @@ from lm.errors import ConfigError
 from lm.fileio import REPOSITORY
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
-from lm.model_config import ModelConfig
 from lm.runtime.world import World
 from lm.training import lora, parallelize
 from lm.training.optim import Optimizer
@@ -119,10 +118,7 @@ def saves_time(hp: Hyperparameters, ranks: Ranks, n_fewer: int) -> bool:
     n_micro_steps = count_micro_steps(hp, ranks.size)
     saved = count_copied_bytes(hp, n_micro_steps) - count_copied_bytes(hp, n_fewer)
     n_tokens = n_micro_steps * hp.data.batch_size * hp.parallel.own_length(hp.model.max_seq_len)
-    n_active = hp.model.n_parameters
-    if isinstance(hp.model, ModelConfig):
-        n_active = hp.model.n_active_parameters
-    flops = 6 * n_active * n_tokens  # without attention
+    flops = 6 * hp.model.n_active_parameters * n_tokens  # without attention
     return saved * FLOPS_PER_BYTE > WORTH_A_CHANGE * flops
 
 

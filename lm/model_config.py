@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from lm.examined import Examined
 from lm.fields import Config, Fixed, Logged, Needs, Varied
 from lm.presets import PRESETS
 
@@ -265,6 +266,24 @@ class ModelConfig(Config, frozen=True):
         json_schema_extra={"aliases": ["attention_dropout", "dropout_rate"]},
     )
 
+    name: ClassVar[str] = "model.py"
+    computed_by: ClassVar[str] = "model.py"
+    examined: ClassVar[Examined] = Examined(
+        hidden_states=True,
+        packing=True,
+        cache=True,
+        full_recomputation=True,
+        selective_recomputation=True,
+        lora=True,
+        nf4=True,
+        float8=True,
+        context_parallel=True,
+        compilation=True,
+    )
+    quantized_as: ClassVar[None] = None
+    experts: ClassVar[Sequence[LinearLayers]] = ()
+    """with adapters: none, as `n_experts` are pretrained only"""
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
@@ -365,6 +384,10 @@ class ModelConfig(Config, frozen=True):
         if self.ffn == "swiglu":
             return 256 * math.ceil(8 * self.d_model / 3 / 256)
         return 4 * self.d_model
+
+    def with_layers(self, n_layers: int) -> ModelConfig:
+        """Return the config of the first `n_layers` blocks."""
+        return self.model_copy(update={"n_layers": n_layers})
 
     def structure(self) -> dict[str, Any]:
         """Return the hyperparameters that weights depend on, with defaults filled in.

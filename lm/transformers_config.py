@@ -6,19 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from lm.examined import Attention, Examined
 from lm.fields import Config, Fixed, Logged
 from lm.model_config import LinearLayers, ModelConfig, VocabSize
-
-PackedBy = Literal["position_ids", "attention_mask", "seq_idx", "cu_seq_lens"]
-"""Ways of telling a class which tokens of a row are of one document, by the argument that each adds
-to those before: positions, which start again; masks, for classes that make theirs without them;
-numbers of documents, for linear attention and convolutions, which lm.delta_rule computes then;
-where documents start, for kernels of other packages."""
-
-Attention = Literal["documents", "class"]
-"""What computes attention: lm.attention, which skips other documents, or the class, by masks."""
 
 
 @dataclass(frozen=True)
@@ -31,62 +23,6 @@ class Kernels:
 
 
 OWN_KERNELS = Kernels()
-
-
-class LongestRow(BaseModel, frozen=True, extra="forbid"):
-    """How long rows may be, as a class computes longer ones otherwise than their documents."""
-
-    n_tokens: int
-    key: str
-    """of the config of the class"""
-    value: int
-    """of the key"""
-
-
-class Examined(BaseModel, frozen=True, extra="forbid"):
-    """What an examination has found to hold of a class, in its version, on its machine."""
-
-    hidden_states: bool
-    """Its logits are the product of its last hidden states and the output matrix."""
-    packing: bool
-    """Documents in one row, told apart as `packed_by` says, are computed as each alone."""
-    packed_by: PackedBy = "position_ids"
-    attention: str = "class"
-    """one of `Attention`, or the `attn_implementation` of the run"""
-    cache: bool
-    """Its cache gives the logits of complete sequences."""
-    bfloat16: bool = True
-    """Computed in bfloat16, it is about as far from float32 as its class itself."""
-    full_recomputation: bool
-    """Layers that are recomputed in backward give the same gradients."""
-    selective_recomputation: bool
-    """So do layers of which products and attention are kept."""
-    lora: bool
-    """Adapters that are merged compute what they did."""
-    nf4: bool = False
-    """Layers of quantized weights compute what these, dequantized, do."""
-    experts: bool = False
-    """Experts with adapters, in NF4 too, compute what those of the class with merged ones do."""
-    float8: bool = False
-    """Its linear layers can be computed in float8."""
-    context_parallel: bool = False
-    """Sequences whose tokens are divided among ranks are computed as complete ones."""
-    compilation: bool = False
-    """Layers can be compiled, each as one graph."""
-    longest_row: LongestRow | None = None
-    """None = what holds, holds of rows of any length"""
-    untrained: list[str] = []
-    """parameters that get no gradient, with "*" for the numbers of layers"""
-    class_name: str = ""
-    versions: list[str] = []
-    """of PyTorch and transformers"""
-    details: dict[str, str] = {}
-    """what was found of each property that does not hold"""
-
-    @property
-    def numbers_documents(self) -> bool:
-        """Whether layers get the numbers of documents, see `PackedBy`."""
-        return self.packed_by in ("seq_idx", "cu_seq_lens")
 
 
 class ExpertMatrices(LinearLayers, frozen=True):
@@ -121,6 +57,10 @@ def set_random_rates(values: dict[str, Any], rate: float) -> None:
             values[key] = type(value)(rate)  # 0 where the class takes integers only
 
 
+N_LAYERS = "num_hidden_layers"
+"""the key of the number of blocks in most configs of transformers"""
+
+
 class TransformersConfig(Config, frozen=True):
     """A language model of transformers: the config of its class, and what was found out of it."""
 
@@ -139,8 +79,11 @@ class TransformersConfig(Config, frozen=True):
         [], description="of the blocks, of which adapters can be trained"
     )
 
+    computed_by: ClassVar[str] = "a class of transformers"
     n_experts: ClassVar[None] = None
     """A class routes tokens to its experts itself; this project's mixtures are `ModelConfig`s."""
+    dropout: ClassVar[float] = 0.0
+    """A class has its own rates, see `find_random_rates`."""
 
     @property
     def model_type(self) -> str:
@@ -160,10 +103,30 @@ class TransformersConfig(Config, frozen=True):
         return self.max_seq_len
 
     @property
-    def reason_against_bfloat16(self) -> str:
-        """What an examination in bfloat16 has found."""
-        found = self.examined.details.get("bfloat16")
-        return f"{self.model_type} in bfloat16 is not as exact as its class itself ({found})"
+    def n_active_parameters(self) -> int:
+        """Number of parameters, as its class alone knows which of them process a token."""
+        return self.n_parameters
+
+    def flops_per_token(self, _seq_len: int) -> None:
+        """Return None: PyTorch counts them (lm/flops.py)."""
+
+    def mean_keys(self, seq_len: int) -> float:
+        """Return to how many keys a query attends, on average over `seq_len` tokens."""
+        return seq_len / 2
+
+    @property
+    def lists_of_layers(self) -> dict[str, list[Any]]:
+        """The values of the class's config that have an item for each block, by key."""
+        values = self.transformers_config
+        lists = {key: value for key, value in values.items() if isinstance(value, list)}
+        return {key: value for key, value in lists.items() if len(value) == values[N_LAYERS]}
+
+    def with_layers(self, n_layers: int) -> TransformersConfig:
+        """Return the config of the first `n_layers` blocks."""
+        values = self.transformers_config | {N_LAYERS: n_layers}
+        for key, of_layers in self.lists_of_layers.items():
+            values[key] = of_layers[:n_layers]
+        return self.model_copy(update={"transformers_config": values})
 
     def notes(self, *, dropout: bool) -> list[str]:
         """Return a line on each thing that is done otherwise than for other models, or not.
@@ -203,10 +166,22 @@ class TransformersConfig(Config, frozen=True):
 
 
 AnyModelConfig = ModelConfig | TransformersConfig
+"""Both say the same of a model, e.g. its sizes and FLOPs, and in `examined` what holds of it."""
 
 
-def model_config(values: dict[str, Any]) -> AnyModelConfig:
-    """Return the config of a model from the values of its keys."""
+def reason_against_bfloat16(model: AnyModelConfig) -> str:
+    """Return what an examination in bfloat16 has found."""
+    found = model.examined.details.get("bfloat16")
+    return f"{model.name} in bfloat16 is not as exact as its class itself ({found})"
+
+
+def kind_of_model(values: Mapping[str, Any]) -> type[AnyModelConfig]:
+    """Return the kind of the model that `values` describe, which can also have other keys."""
     if "transformers_config" in values:
-        return TransformersConfig.model_validate(values)
-    return ModelConfig.model_validate(values)
+        return TransformersConfig
+    return ModelConfig
+
+
+def model_config(values: Mapping[str, Any]) -> AnyModelConfig:
+    """Return the config of a model from the values of its keys."""
+    return kind_of_model(values).model_validate(values)

@@ -37,11 +37,7 @@ from lm.attention import SequencePart, find_document_starts, find_key_bounds, ma
 from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.model_config import MAX_LAYERS, MAX_SIZE
-from lm.transformers_config import (
-    AnyModelConfig,
-    TransformersConfig,
-    set_random_rates,
-)
+from lm.transformers_config import AnyModelConfig, TransformersConfig, set_random_rates
 from model import (
     IGNORE_INDEX,
     ChunkedLoss,
@@ -257,6 +253,9 @@ class TransformersModel(nn.Module):
             also = _DECAYS
         return transformers_private.find_kept_in_float32(self.network, dtype, also)
 
+    def init_rule(self, _name: str, _width_ratio: float, _depth_ratio: float) -> None:
+        """Return None: the weights of `init_from` or of a checkpoint fill all parameters."""
+
     def to_empty(
         self, *, device: torch.device | str | int | None, recurse: bool = True
     ) -> TransformersModel:
@@ -306,6 +305,8 @@ def _masks_of(part: SequencePart, masks: Any, position_ids: Tensor) -> Any:
 
 
 AnyModel = Transformer | TransformersModel
+"""Both answer what a run asks of a model: its `blocks`, `embedding`, `head` and `loss`, what FSDP
+shards apart, what stays in float32, initial weights, and in `config.examined` what holds of it."""
 
 
 def new_model(config: AnyModelConfig, *, dropout: bool = True) -> AnyModel:
@@ -319,19 +320,12 @@ def new_model(config: AnyModelConfig, *, dropout: bool = True) -> AnyModel:
     return Transformer(config)
 
 
-def kept_in_float32(model: AnyModel, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Return the parameters of `model` that are computed with in float32, whatever `dtype` is."""
-    if isinstance(model, Transformer):
-        return set()
-    return model.kept_in_float32(dtype)
-
-
 def convert_weights(model: AnyModel, dtype: torch.dtype) -> None:
     """Give the weights `dtype`, except those that transformers keeps in float32.
 
     Buffers keep theirs, e.g. rotary frequencies, and so do bytes of quantized weights.
     """
-    kept = kept_in_float32(model, dtype)
+    kept = model.kept_in_float32(dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter not in kept:
             parameter.data = parameter.data.to(dtype)

@@ -29,7 +29,7 @@ def floors() -> dict[str, int]:
         r"^(\d)  ([^\s,]+(?:, [^\s,]+)*)", lm.__doc__ or "", re.MULTILINE
     ):
         table |= {name.removesuffix(".py"): int(floor) for name in names.split(", ")}
-    return table | {"lm.errors": -1, "lm.fields": -1, "lm.presets": -1}
+    return table | {"lm.errors": -1, "lm.examined": -1, "lm.fields": -1, "lm.presets": -1}
 
 
 def part(module: str) -> str:
@@ -74,9 +74,9 @@ def test_imports_have_no_circle() -> None:
 
 ROOMS_OF_A_RUN = """
 fsdp lm.attention lm.checkpoint lm.command_line lm.config lm.context lm.data lm.delta_rule
-lm.determined lm.errors lm.fields lm.fileio lm.flops lm.grouped_mm lm.hf lm.inputs lm.launch
-lm.memory lm.metrics lm.model_config lm.objectives lm.preflight lm.presets lm.program lm.report
-lm.resume lm.runtime lm.sampling lm.seeds lm.shards lm.storage lm.tasks lm.training
+lm.determined lm.errors lm.examined lm.fields lm.fileio lm.flops lm.grouped_mm lm.hf lm.inputs
+lm.launch lm.memory lm.metrics lm.model_config lm.objectives lm.preflight lm.presets lm.program
+lm.report lm.resume lm.runtime lm.sampling lm.seeds lm.shards lm.storage lm.tasks lm.training
 lm.transformers_attention lm.transformers_config lm.transformers_model lm.transformers_private
 lm.units model
 """

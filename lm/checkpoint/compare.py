@@ -9,7 +9,6 @@ from typing import Any
 
 from lm.checkpoint.manifest import RunInfo
 from lm.errors import ConfigError
-from lm.model_config import ModelConfig
 from lm.transformers_config import AnyModelConfig, model_config
 
 
@@ -31,9 +30,9 @@ def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:
 
 def require_same_structure(saved: AnyModelConfig, now: AnyModelConfig) -> None:
     """Raise ConfigError if weights of the model `saved` mean something else in the model `now`."""
-    if type(saved) is not type(now):
-        computed = "model.py" if isinstance(saved, ModelConfig) else "a class of transformers"
-        problem = f"the checkpoint is of a model that {computed} computes, and init_from of another"
+    by = saved.computed_by
+    if by != now.computed_by:
+        problem = f"the checkpoint is of a model that {by} computes, and init_from of another"
         remedy = "export it with python -m lm.hf export, and start from that directory"
         raise ConfigError(f"init_from: {problem}; {remedy}, with resume=fresh or another run_name")
     old = saved.structure()

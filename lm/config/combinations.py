@@ -12,7 +12,7 @@ from lm.fields import need_of
 from lm.model_config import ModelConfig
 from lm.training import config as training
 from lm.training.config import TransferConfig
-from lm.transformers_config import find_random_rates
+from lm.transformers_config import find_random_rates, reason_against_bfloat16
 
 
 def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
@@ -25,7 +25,7 @@ def check_combinations(hp: Hyperparameters, draft: Draft) -> None:
         *_find_problems_of_fields(hp),
         *_find_problems_of_pairs(hp),
         *_find_problems_of_adapters(hp),
-        *_find_problems_of_transformers(hp),
+        *_find_problems_of_model(hp),
         *_find_problems_of_experts(hp),
     ]
     if problems:
@@ -95,7 +95,7 @@ def _find_problems_of_context(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
     if hp.model.max_seq_len < 2 * n_ranks:
         problem = f"{n_ranks} ranks divide a sequence into {2 * n_ranks} pieces"
         yield key, f"{problem}, but max_seq_len is {hp.model.max_seq_len}; use fewer ranks"
-    if not isinstance(hp.model, ModelConfig) and not hp.model.examined.context_parallel:
+    if not hp.model.examined.context_parallel:
         problem = f"{hp.model.name} computes parts of sequences otherwise"
         yield key, f"{problem}; use 1"
 
@@ -126,9 +126,7 @@ def _find_problems_of_pairs(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
         yield "objective", f"{problem}; set init_from to the fine-tuned model"
     if hp.data.loss_on != "all":
         yield "loss_on", "dpo learns from the replies of pairs only; remove loss_on"
-    rates = {"lora_dropout": hp.lora.lora_dropout}
-    if isinstance(hp.model, ModelConfig):
-        rates["dropout"] = hp.model.dropout
+    rates = {"lora_dropout": hp.lora.lora_dropout, "dropout": hp.model.dropout}
     for key, value in rates.items():
         if value > 0:
             problem = f"{value} would make the model differ from its reference (objective: dpo)"
@@ -151,21 +149,19 @@ def _find_problems_of_adapters(hp: Hyperparameters) -> Iterator[tuple[str, str]]
         yield "float8", f"{problem}; use float8: null"
 
 
-def _find_problems_of_transformers(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
-    """Yield keys that do not fit to a model of transformers, with the reason and the remedy."""
-    if isinstance(hp.model, ModelConfig):
-        if hp.parallel.attn_implementation is not None:
-            problem = "is for models of transformers, which init_from names"
-            yield "attn_implementation", f"{problem}; remove it"
-        return
+def _find_problems_of_model(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
+    """Yield keys that ask what does not hold of a model, with the reason and the remedy."""
+    if isinstance(hp.model, ModelConfig) and hp.parallel.attn_implementation is not None:
+        problem = "is for models of transformers, which init_from names"
+        yield "attn_implementation", f"{problem}; remove it"
     kind = hp.model.name
     examined = hp.model.examined
     if not hp.data.attend_across_documents and not examined.packing:
         problem = f"false, but {kind} does not keep documents of one sequence apart"
         yield "attend_across_documents", f"{problem}; remove attend_across_documents"
     if hp.precision.amp_dtype == "bfloat16" and not examined.bfloat16:
-        yield "amp_dtype", f"bfloat16: {hp.model.reason_against_bfloat16}; use amp_dtype: null"
-    for key, rate in find_random_rates(hp.model.transformers_config):
+        yield "amp_dtype", f"bfloat16: {reason_against_bfloat16(hp.model)}; use amp_dtype: null"
+    for key, rate in find_random_rates(hp.model.structure()):
         if "layerdrop" in key:
             problem = f"{key} {rate:g} in its config.json leaves out whole layers at random"
             reason = "which no rank can do alone, as all gather the weights of a layer together"

@@ -28,7 +28,7 @@ from lm.training.config import (
     SkipConfig,
     TransferConfig,
 )
-from lm.transformers_config import AnyModelConfig, TransformersConfig
+from lm.transformers_config import AnyModelConfig, kind_of_model
 from lm.units import format_parameters
 
 DEFAULT_STEPS = 100
@@ -162,11 +162,15 @@ class Hyperparameters:
         return {key: value for key, value in flat.items() if key in FIELDS}
 
     def replace(self, **values: Any) -> Hyperparameters:
-        """Return a copy with other `values` of some keys, which are not validated."""
+        """Return a copy with other `values` of some keys, which are not validated.
+
+        A model of transformers has few of them, and keeps its own values.
+        """
         _require_known(values, PARTS)
         parts: dict[str, Any] = {}
-        for name, part in PARTS.items():
-            parts[name] = getattr(self, name).model_copy(update=of_part(values, part))
+        for name in PARTS:
+            part = getattr(self, name)
+            parts[name] = part.model_copy(update=of_part(values, type(part)))
         return Hyperparameters(**parts)
 
     @property
@@ -195,9 +199,7 @@ PARTS: Mapping[str, type[Config]] = get_type_hints(Hyperparameters) | {"model": 
 
 def parts_of(values: Mapping[str, Any]) -> Mapping[str, type[Config]]:
     """Return the config of each part, where the model can be one of transformers."""
-    if "transformers_config" in values:
-        return {**PARTS, "model": TransformersConfig}
-    return PARTS
+    return {**PARTS, "model": kind_of_model(values)}
 
 
 FIELDS: dict[str, FieldInfo] = {}

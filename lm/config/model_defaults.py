@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lm.config.draft import Draft
-from lm.config.hyperparameters import KEYS_OF_ALIASES, Hyperparameters, of_part, parts_of
+from lm.config.hyperparameters import KEYS_OF_ALIASES, Hyperparameters, of_part
 from lm.config.wording import as_argument, show
 from lm.errors import ConfigError
 from lm.launch.console import warn
@@ -18,7 +18,9 @@ from lm.transformers_config import (
     AnyModelConfig,
     Kernels,
     TransformersConfig,
+    kind_of_model,
     model_config,
+    reason_against_bfloat16,
 )
 
 ModelDefaults = Callable[[str, Kernels], Mapping[str, Any]]
@@ -48,15 +50,13 @@ def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
     source = draft.values["init_from"]
     given = {**draft.preset, **draft.values}
     model = model_of(defaults)
-    if isinstance(model, TransformersConfig):
-        _check_model_of_transformers(draft, given, model)
+    if isinstance(model, TransformersConfig):  # which refuses a preset
+        given = dict(draft.values)
+        _check_model_of_transformers(draft, model)
     else:
         _refuse_other_values(draft, given, defaults)
     for key, value in defaults.items():
-        is_set = key in given
-        if isinstance(model, TransformersConfig):
-            is_set = key in draft.values  # by no preset
-        if not is_set and key != "tokenizer":
+        if key not in given and key != "tokenizer":
             draft.set(key, value, f"init_from: {source}: {key}")
 
     if "tokenizer" not in defaults:
@@ -84,12 +84,11 @@ def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
             draft.refuse("tokenizer", f"{problem}; remove tokenizer, or use other weights")
 
 
-def _check_model_of_transformers(
-    draft: Draft, given: Mapping[str, Any], model: TransformersConfig
-) -> None:
-    """Refuse keys of `given` that the model of `init_from` does not have, or does not stand."""
-    source = draft.values["init_from"]
-    for key in draft.values:
+def _check_model_of_transformers(draft: Draft, model: TransformersConfig) -> None:
+    """Refuse keys that the model of `init_from` does not have, or does not stand."""
+    given = draft.values
+    source = given["init_from"]
+    for key in given:
         label = draft.label(key)
         ours = KEYS_OF_ALIASES.get(key, key)
         if key == "vocab_size" and given[key] not in (None, model.vocab_size):
@@ -102,7 +101,7 @@ def _check_model_of_transformers(
                 reason = "whose experts are balanced neither by a loss nor by a bias"
             draft.refuse(key, f"{problem}, {reason}; remove {key}", label)
     if not model.examined.bfloat16 and given.get("amp_dtype", "auto") == "auto":
-        warn(f"amp_dtype: null, as {model.reason_against_bfloat16}")
+        warn(f"amp_dtype: null, as {reason_against_bfloat16(model)}")
         draft.set("amp_dtype", None, f"init_from: {source}: amp_dtype")
     if model.examined.packing or given.get("dataset") != "jsonl":
         return
@@ -137,7 +136,7 @@ def _refuse_other_values(
 
 def model_of(defaults: Mapping[str, Any]) -> AnyModelConfig:
     """Return the model of `init_from`, from the hyperparameters that it sets."""
-    return model_config(of_part(defaults, parts_of(defaults)["model"]))
+    return model_config(of_part(defaults, kind_of_model(defaults)))
 
 
 def warn_of_long_sequences(hp: Hyperparameters, model: AnyModelConfig) -> None:

@@ -63,6 +63,7 @@ from torch import Tensor, nn
 from lm.attention import SequencePart
 from lm.context import ContextGroup, gather_rows
 from lm.errors import ConfigError, error_prefix
+from lm.examined import Attention, Examined, LongestRow, PackedBy
 from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.small_config import (
     POSITIONS_OF,
@@ -84,15 +85,7 @@ from lm.training.float8 import convert_to_float8, find_layers
 from lm.training.lora import LoraConfig
 from lm.training.precision import best_dtype
 from lm.training.roles import is_selector, measure_sizes
-from lm.transformers_config import (
-    OWN_KERNELS,
-    Attention,
-    Examined,
-    Kernels,
-    LongestRow,
-    PackedBy,
-    TransformersConfig,
-)
+from lm.transformers_config import OWN_KERNELS, Kernels, TransformersConfig
 from lm.transformers_model import (
     HAS_FLA,
     TransformersModel,

@@ -239,8 +239,6 @@ def model_defaults(
         except RunError:
             return {}  # who loads it says why; a run that resumes does not need it
         config = with_kernels(config, kernels)
-        if isinstance(config, TransformersConfig):  # a checkpoint has dequantized weights
-            config = config.model_copy(update={"quantized_as": None})
         its_tokenizer = None
         if TOKENIZER_JSON in manifest.files:
             its_tokenizer = str(directory)
@@ -251,6 +249,8 @@ def model_defaults(
     values = config.model_dump(mode="json")
     if values.get("model") is None:
         values.pop("model", None)
+    if not is_model(source):
+        values.pop("quantized_as", None)  # a checkpoint has dequantized weights
     if needs_weights or its_tokenizer is not None:
         values["tokenizer"] = its_tokenizer
     return values

@@ -38,7 +38,7 @@ from lm.objectives.dpo import DPO
 from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
 from lm.training import four_bits, optim, parallelize, precision
-from lm.transformers_config import TransformersConfig
+from lm.transformers_config import N_LAYERS, TransformersConfig
 from lm.transformers_model import AnyModel, new_model, one_line, quiet
 from model import ModelConfig, find_logits_limit
 
@@ -223,9 +223,16 @@ def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
             micro-batches.
         NotPlannedError: the class of transformers computes with values that fake tensors lack.
     """
-    if isinstance(hp.model, TransformersConfig):
-        return _measure_transformers(hp.model, hp, ranks)
-    return _measure_few_blocks(hp, ranks, [()] * hp.own_model.n_layers)
+    if isinstance(hp.model, ModelConfig):
+        return _measure_few_blocks(hp, ranks, [()] * hp.model.n_layers)
+    try:
+        with quiet(logging.ERROR):  # PyTorch's own, of operators without a fake kernel
+            return _measure_few_blocks(hp, ranks, _find_kinds(hp.model))
+    except ConfigError:
+        raise
+    except Exception as error:  # of foreign code
+        problem = f"{hp.model.model_type} takes no step on fake tensors ({one_line(error)})"
+        raise NotPlannedError(f"{problem}: what it needs is not known before it runs") from None
 
 
 def _measure_few_blocks(
@@ -243,8 +250,8 @@ def _measure_few_blocks(
     more = few + period
     if n_blocks <= more:
         return take_step(hp, ranks)
-    of_few = take_step(_with_layers(hp, few), ranks)
-    of_more = take_step(_with_layers(hp, more), ranks)
+    of_few = take_step(replace(hp, model=hp.model.with_layers(few)), ranks)
+    of_more = take_step(replace(hp, model=hp.model.with_layers(more)), ranks)
     times = (n_blocks - few) // period
     peaks: dict[str, Memory] = {}
     for phase, memory in of_few.items():
@@ -258,42 +265,8 @@ def _measure_few_blocks(
     return peaks
 
 
-def _with_layers(hp: Hyperparameters, n_layers: int) -> Hyperparameters:
-    """Return `hp` with a model of the first `n_layers` blocks."""
-    if isinstance(hp.model, ModelConfig):
-        return hp.replace(n_layers=n_layers)
-    values = dict(hp.model.transformers_config)
-    for key, of_layers in _find_lists_of_layers(values).items():
-        values[key] = of_layers[:n_layers]
-    values[N_LAYERS] = n_layers
-    return replace(hp, model=hp.model.model_copy(update={"transformers_config": values}))
-
-
-N_LAYERS = "num_hidden_layers"
-"""the key of the number of blocks in most configs of transformers"""
-
-
-def _find_lists_of_layers(values: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the lists in a config of transformers with a value for each block, by key."""
-    lists = {key: value for key, value in values.items() if isinstance(value, list)}
-    return {key: value for key, value in lists.items() if len(value) == values[N_LAYERS]}
-
-
 class NotPlannedError(ConfigError):
     """A class of transformers takes no step on fake tensors."""
-
-
-def _measure_transformers(
-    model: TransformersConfig, hp: Hyperparameters, ranks: Ranks
-) -> dict[str, Memory]:
-    try:
-        with quiet(logging.ERROR):  # PyTorch's own, of operators without a fake kernel
-            return _measure_few_blocks(hp, ranks, _find_kinds(model))
-    except ConfigError:
-        raise
-    except Exception as error:  # of foreign code
-        problem = f"{model.model_type} takes no step on fake tensors ({one_line(error)})"
-        raise NotPlannedError(f"{problem}: what it needs is not known before it runs") from None
 
 
 def _find_kinds(model: TransformersConfig) -> list[Any]:
@@ -305,7 +278,7 @@ def _find_kinds(model: TransformersConfig) -> list[Any]:
         blocks = new_model(model).blocks
     if model.transformers_config.get(N_LAYERS) != len(blocks):
         return list(range(len(blocks)))
-    lists = _find_lists_of_layers(model.transformers_config).values()
+    lists = model.lists_of_layers.values()
     kinds: list[Any] = []
     for number, block in enumerate(blocks):
         shapes = {name: parameter.shape for name, parameter in block.named_parameters()}
@@ -353,7 +326,7 @@ def _without_masks(hp: Hyperparameters, ranks: Ranks) -> Hyperparameters:
     Kernels of GPUs need none, those of CPUs do.
     """
     changes: dict[str, Any] = {"compile": False, "float8": None}
-    if ranks.on_gpu and isinstance(hp.model, ModelConfig):
+    if ranks.on_gpu:
         changes |= {"dropout": 0.0, "sliding_window": None}
     return hp.replace(**changes)
 

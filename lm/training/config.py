@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied
 from lm.model_config import MAX_LAYERS, LinearLayers
-from lm.transformers_config import AnyModelConfig, ExpertMatrices, TransformersConfig
+from lm.transformers_config import AnyModelConfig, ExpertMatrices
 
 NF4_BLOCK = 64
 """Weights per scale in NF4."""
@@ -94,7 +94,7 @@ class LoraConfig(Config, frozen=True):
 def adaptable_layers(model: AnyModelConfig) -> list[LinearLayers]:
     """Return the linear layers of all blocks, and the matrices of experts that can be adapted."""
     layers = list(model.linear_layers)
-    if isinstance(model, TransformersConfig) and model.examined.experts:
+    if model.examined.experts:
         layers += model.experts
     return layers
 
@@ -116,11 +116,11 @@ def adapter_problems(config: LoraConfig, model: AnyModelConfig) -> Iterator[tupl
         problem = f"no linear layer of the blocks has a multiple of {NF4_BLOCK} inputs"
         yield "base_dtype", f"nf4: {problem}; remove base_dtype"
     if config.base_dtype == "mxfp4":
-        if not isinstance(model, TransformersConfig) or model.quantized_as != "mxfp4":
+        if model.quantized_as != "mxfp4":
             problem = "the weights of init_from are not in MXFP4 (quantization_config)"
             yield "base_dtype", f"mxfp4: {problem}; use nf4, or remove base_dtype"
         elif not model.examined.experts:
-            problem = f"experts of {model.model_type} do not compute what their weights do"
+            problem = f"experts of {model.name} do not compute what their weights do"
             yield "base_dtype", f"mxfp4: {problem}; remove base_dtype"
     adaptable = adaptable_layers(model)
     kinds = list(dict.fromkeys(layers.kind for layers in adaptable))

@@ -34,15 +34,13 @@ from lm.training.roles import (
 from lm.transformers_config import AnyModelConfig
 from lm.transformers_model import (
     AnyModel,
-    TransformersModel,
-    kept_in_float32,
     new_model,
     without_numbers,
 )
 from lm.units import format_parameters
-from model import InitRule, Transformer
+from model import InitRule
 
-AdaptedModel = TypeVar("AdaptedModel", bound=Transformer | TransformersModel)
+AdaptedModel = TypeVar("AdaptedModel", bound=AnyModel)
 
 
 class LoraLinear(nn.Module):
@@ -76,7 +74,7 @@ def add_adapters(
     """
     if config.lora_rank is None:
         return model
-    kept = kept_in_float32(model, dtype)
+    kept = model.kept_in_float32(dtype)
     for parameter in model.requires_grad_(False).parameters():
         if parameter not in kept:
             parameter.data = parameter.data.to(dtype or torch.float32)
@@ -84,8 +82,8 @@ def add_adapters(
     if config.base_dtype == "nf4":
         roundable = {layer.module for layer in find_roundable(model)}
     layers = find_linear_layers(model, model.blocks)
-    if isinstance(model, TransformersModel) and model.config.examined.experts:
-        ever_kept = kept_in_float32(model, torch.float16)  # in any dtype, as of `find_roundable`
+    if model.config.examined.experts:
+        ever_kept = model.kept_in_float32(torch.float16)  # in any dtype, as of `find_roundable`
         for block in model.blocks:
             for path, module in list(block.named_modules()):
                 convert_experts(module, path.rpartition(".")[2], config, ever_kept)

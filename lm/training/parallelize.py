@@ -47,8 +47,7 @@ from lm.training.config import ParallelConfig, count_groups
 from lm.training.float8 import convert_to_float8
 from lm.training.offload import offload_activations
 from lm.training.transfer import UNSCALED, Transfer
-from lm.transformers_model import AnyModel, kept_in_float32
-from model import Transformer
+from lm.transformers_model import AnyModel, TransformersModel
 
 OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 """Whether saved tensor hooks can see what selective recomputation saves in blocks that are not
@@ -176,8 +175,8 @@ def apply_compile(
     on_gpu = mesh.device_type == "cuda"
     if not config.compiles(on_gpu, float8):
         return
-    if not isinstance(model, Transformer) and not model.config.examined.compilation:
-        warn(f"{model.config.model_type}: not compiled, as its layers are no graphs")
+    if not model.config.examined.compilation:
+        warn(f"{model.config.name}: not compiled, as its layers are no graphs")
         return
     options = compiler_options()
     if float8 == "rowwise" and on_gpu:
@@ -265,10 +264,10 @@ def shard_in_float32(
     It belongs to the module around all blocks, so that its all-gather is outside of what is
     compiled, and has to be made before the units of the blocks, in which FSDP does not look.
     """
-    kept = kept_in_float32(model, dtype)
+    kept = model.kept_in_float32(dtype)
     if not kept:
         return
-    assert not isinstance(model, Transformer)
+    assert isinstance(model, TransformersModel)
     base = model.network.base_model
     assert kept <= set(base.parameters())
     options = {**fsdp_options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
@@ -366,9 +365,9 @@ def initialize_parameters(model: AnyModel, seed: int, transfer: Transfer = UNSCA
             continue  # the base of adapters, which is read from `init_from`
         rule = lora.adapter_init_rule(name, parameter)
         if rule is None:
-            if not isinstance(model, Transformer):
-                continue  # the weights of `init_from` or of a checkpoint, which fill all
             rule = transfer.init_rule(model, name)
+        if rule is None:
+            continue  # of a class of transformers, which `init_from` or a checkpoint fills
         shard, shard_start = local_rows(parameter)
         if rule.kind == "constant":
             shard.fill_(rule.value)

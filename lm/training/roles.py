@@ -20,7 +20,7 @@ from torch import nn
 
 from lm.model_config import LinearLayers
 from lm.transformers_config import ExpertMatrices
-from lm.transformers_model import AnyModel, find_blocks, kept_in_float32, without_numbers
+from lm.transformers_model import AnyModel, find_blocks, without_numbers
 from lm.units import format_parameters
 from model import ExpertLinear
 
@@ -97,7 +97,7 @@ def find_roundable(model: AnyModel) -> list[LinearLayer]:
     They choose and weigh no experts, have their weights for themselves, and their class calls them
     as they are: in no dtype it keeps these weights in float32, and it does not look at them.
     """
-    kept = kept_in_float32(model, torch.float16)  # as in any other, so that all round the same
+    kept = model.kept_in_float32(torch.float16)  # as in any other, so that all round the same
     n_owners = Counter(parameter for _, _, parameter in _owners(model))
     roundable: list[LinearLayer] = []
     for layer in find_linear_layers(model, model.blocks):

@@ -25,7 +25,8 @@ from typing import Literal, NamedTuple
 
 from lm.training.config import TransferConfig
 from lm.transformers_config import AnyModelConfig, TransformersConfig
-from model import InitRule, Transformer
+from lm.transformers_model import AnyModel
+from model import InitRule
 
 
 class Scale(NamedTuple):
@@ -122,9 +123,11 @@ class Transfer:
             scale = scale.folded(1 / self.depth_ratio)
         return scale
 
-    def init_rule(self, model: Transformer, name: str) -> InitRule:
+    def init_rule(self, model: AnyModel, name: str) -> InitRule | None:
         """Return how to initialize the parameter `name`: as at the base size, and scaled."""
         rule = model.init_rule(name, self.width_ratio, self.depth_ratio)
+        if rule is None:
+            return None
         return rule._replace(value=self.scale(name).init * rule.value)
 
 

@@ -476,6 +476,11 @@ def test_dropout_acts_in_training_and_follows_the_seed() -> None:
     assert not torch.equal(outputs[0], plain)
 
 
+def test_all_that_holds_of_a_class_holds_here_but_adapters_of_experts() -> None:
+    found = ModelConfig.examined.model_dump()
+    assert {name for name, holds in found.items() if holds is False} == {"experts"}
+
+
 def initialized(settings: dict[str, Any]) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(ModelConfig.model_validate(settings))

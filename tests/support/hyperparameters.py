@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from lm.config.hyperparameters import FIELDS
-from lm.transformers_config import Examined, TransformersConfig
+from lm.examined import Examined
+from lm.transformers_config import TransformersConfig
 
 TINY: dict[str, Any] = {
     "d_model": 32,
