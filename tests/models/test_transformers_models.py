@@ -160,8 +160,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_chats(folder / LEAKY / "chats.jsonl")
     for kind, key in MIXTURES.items():
         save_model(kind, folder / kind, {key: 3})
-    for kind in ("ministral3", "qwen3_5_text"):
-        save_model(kind, folder / f"{kind}-wide", WIDE)
+    save_model("qwen3_5_text", folder / "qwen3_5_text-wide", WIDE)
     for kind, text_kind in WRAPPERS.items():
         save_wrapper(kind, text_kind, folder / kind)
     return {path.name: path for path in folder.iterdir()}
@@ -263,8 +262,7 @@ def trained(
             for kind in OF_STRATEGIES:
                 short = named[kind] | {"max_steps": 4, "validation_rate": 4}
                 named |= {f"{kind}-{name}": short | each for name, each in STRATEGIES.items()}
-            for kind in SLOW_WRAPPERS:
-                named[kind] = named[f"{kind}-resumed"] = on_chats(models[kind], folder)
+            named |= {kind: on_chats(models[kind], folder) for kind in SLOW_WRAPPERS}
         resumed = {name: run for name, run in named.items() if name.endswith("resumed")}
         stopped = {name: {"stop_at_step": run["max_steps"] // 2} for name, run in resumed.items()}
         first = {name: run | stopped.get(name, {}) for name, run in named.items()}
@@ -330,14 +328,10 @@ def test_wrapped_model_resumes_exactly_and_is_exported_as_a_whole(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOW_WRAPPERS)
-def test_all_wrapped_models_resume_exactly_and_are_exported_as_a_whole(
+def test_all_wrapped_models_are_exported_as_a_whole(
     kind: str, models: dict[str, Path], trained: dict[int, Trained], tmp_path: Path
 ) -> None:
-    folder = trained[2].folder
-    resumed = f"{kind}-resumed"
-    assert len(trained[2].losses[kind]) == 4
-    assert read_exact_metrics(folder, name=resumed) == read_exact_metrics(folder, name=kind)
-    check_export(folder / "runs" / resumed, models[kind], tmp_path / "out")
+    check_export(trained[2].folder / "runs" / kind, models[kind], tmp_path / "out")
 
 
 def check_export(run: Path, source: Path, out: Path) -> None:
@@ -410,7 +404,6 @@ their kernels read."""
     [
         ("glm4_moe", None),
         (LEAKY, None),
-        ("ministral3-wide", "nf4"),
         ("qwen3_5_text-wide", "nf4"),
     ],
 )
@@ -504,42 +497,6 @@ def gather_dtypes(world: World, folder: str, changes: dict[str, Any]) -> dict[st
     tokens = torch.ones(1, 8, dtype=torch.int64)
     assert model(tokens, tokens).isfinite()
     return seen
-
-
-NF4_RUN = {
-    "lora_rank": 2,
-    "base_dtype": "nf4",
-    "lr": 1e-3,
-    "max_steps": 4,
-    "validation_rate": 4,
-    "total_batch_size": 6,
-}
-NF4_RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {"batch_size": 6}},
-    2: {
-        "grad-shard": {
-            "sharding": "grad-shard",
-            "activation_checkpointing": "full",
-            "batch_size": 1,
-        },
-        "offload-activations": {"activation_offload": True, "batch_size": 3},
-    },
-    3: {"three": {"batch_size": 2}},
-}
-"""by ranks; three cannot share the rows evenly"""
-
-
-@pytest.mark.slow
-def test_quantized_models_of_transformers_train_alike_however_they_are_sharded(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    base = settings(models["ministral3-wide"], **NF4_RUN)
-    found: dict[str, list[float]] = {}
-    for ranks, runs in NF4_RUNS.items():
-        of_model = {name: base | changes for name, changes in runs.items()}
-        found |= run_ranks(ranks, train_each, str(tmp_path), of_model, {})[0]
-    for name, losses in found.items():
-        assert losses == pytest.approx(found["one"], rel=1e-6), name
 
 
 @pytest.mark.slow
@@ -845,7 +802,6 @@ def test_keys_that_a_model_of_transformers_does_not_have_are_refused(
             {"model_type": "granite", "max_position_embeddings": 0},
             "max_position_embeddings: 0 is not between 1 and 16777216",
         ),
-        ({"model_type": "granite", "max_position_embeddings": -1}, "max_position_embeddings: -1"),
         ({"model_type": "mpt", "max_seq_len": 10**9}, "max_seq_len: 1000000000 is not between"),
         ({"model_type": "granite", "hidden_size": 0}, "granite: cannot be examined"),
         (
@@ -1288,12 +1244,6 @@ def test_a_version_without_what_is_private_in_it_is_named_with_one_that_works(
     line = capsys.readouterr().err
     assert "not installed" not in line
     assert f"pip install transformers=={transformers.__version__}" in line
-
-
-def test_models_of_transformers_are_modules_of_their_class(models: dict[str, Path]) -> None:
-    model, _ = open_model(models["lfm2"])
-    assert isinstance(model, TransformersModel)
-    assert type(model.network).__name__ == "Lfm2ForCausalLM"
 
 
 def test_buffers_stay_where_fsdp_has_moved_them(models: dict[str, Path]) -> None:
