@@ -15,24 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers their gradients
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lm.attention import SequencePart
 
 _collectives = torch.ops._c10d_functional
-"""What compiled collectives are: they find a group by its name, as our operators have to, which
-take no group. They have no public names."""
-
-
-def pieces_of(rank: int, size: int) -> list[int]:
-    """Return the numbers of the two pieces that `rank` of a group of `size` has."""
-    return [rank, 2 * size - 1 - rank]
+"""Collectives that autograd and the compiler know, which find a group by its name. They have no
+public names: `torch.distributed.all_gather_into_tensor` has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class ContextGroup:
     def own_indices(self, length: int) -> NDArray[np.int64]:
         """Return where this rank's tokens are in sequences of `length`, a multiple of 2 N."""
         pieces = np.arange(length).reshape(2 * self.size, -1)
-        return pieces[pieces_of(self.rank, self.size)].flatten()
+        return pieces[[self.rank, -1 - self.rank]].flatten()
 
     def part(self, indices: Tensor) -> SequencePart:
         """Return the part of sequences that this rank has, at `indices` `(B, T)`."""
@@ -80,15 +75,10 @@ def new_context_group(
     return ContextGroup(rank % size, size, group.group_name)
 
 
-def join_pieces(everyone: Tensor, size: int) -> Tensor:
-    """Return the `(B, G, S, K)` of complete sequences.
-
-    Args:
-        everyone: `(2 N, B, G, T/2, K)`, the two pieces of each rank.
-    """
-    numbers = [number for rank in range(size) for number in pieces_of(rank, size)]
-    pieces = dict(zip(numbers, everyone, strict=True))
-    return torch.cat([pieces[number] for number in range(2 * size)], dim=2)
+def gather_tokens(x: Tensor, group: str, size: int) -> Tensor:
+    """Return the `(B, G, S, K)` of complete sequences from the `(B, G, T, K)` of each rank."""
+    everyone = _collectives.all_gather_into_tensor(x.contiguous(), size, group)
+    return join_parts(_collectives.wait_tensor(everyone).unflatten(0, (size, -1)))
 
 
 def gather_rows(x: Tensor, size: int) -> Tensor:
@@ -96,50 +86,10 @@ def gather_rows(x: Tensor, size: int) -> Tensor:
 
     With it one process computes what a group does.
     """
-    everyone = x.unflatten(0, (size, -1)).unflatten(3, (2, -1))  # N B G 2 T/2 K
-    complete = join_pieces(everyone.movedim(3, 1).flatten(0, 1), size)
-    return complete.repeat(size, 1, 1, 1)
+    return join_parts(x.unflatten(0, (size, -1))).repeat(size, 1, 1, 1)
 
 
-@torch.library.custom_op("lm::gather_tokens", mutates_args=())
-def gather_tokens(x: Tensor, group: str, size: int) -> Tensor:
-    """Return the `(B, G, S, K)` of complete sequences from the `(B, G, T, K)` of each rank."""
-    own = torch.stack(x.chunk(2, dim=2))
-    everyone = _collectives.all_gather_into_tensor(own, size, group)
-    everyone = _collectives.wait_tensor(everyone)
-    return join_pieces(everyone, size)
-
-
-@gather_tokens.register_fake
-def _(x: Tensor, group: str, size: int) -> Tensor:
-    del group
-    batch, heads, length, width = x.shape
-    return x.new_empty(batch, heads, size * length, width)
-
-
-@torch.library.custom_op("lm::sum_to_ranks", mutates_args=())
-def sum_to_ranks(x: Tensor, group: str, size: int) -> Tensor:
-    """Return the `(B, G, T, K)` of this rank's tokens, summed over the `(B, G, S, K)` of all."""
-    pieces = x.chunk(2 * size, dim=2)
-    everyone = torch.stack([pieces[i] for rank in range(size) for i in pieces_of(rank, size)])
-    own = _collectives.reduce_scatter_tensor(everyone, "sum", size, group)
-    return torch.cat(_collectives.wait_tensor(own).unbind(), dim=2)
-
-
-@sum_to_ranks.register_fake
-def _(x: Tensor, group: str, size: int) -> Tensor:
-    del group
-    batch, heads, length, width = x.shape
-    return x.new_empty(batch, heads, length // size, width)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
-    _, ctx.group, ctx.size = inputs
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return sum_to_ranks(grad, ctx.group, ctx.size), None, None
-
-
-gather_tokens.register_autograd(_backward, setup_context=_save)
+def join_parts(parts: Tensor) -> Tensor:
+    """Return the `(B, G, S, K)` of complete sequences from the `(N, B, G, T, K)` of all ranks."""
+    first, second = parts.chunk(2, dim=3)
+    return torch.cat([*first, *second.flip(0)], dim=2)
