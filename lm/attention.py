@@ -48,6 +48,8 @@ class SequencePart(NamedTuple):
     """`(B, T)`, where the tokens are in the complete sequences"""
     gather: Callable[[Tensor], Tensor]
     """returns the `(B, G, S, K)` of the complete sequences, from the `(B, G, T, K)` of this part"""
+    exchange: Callable[[Tensor], Tensor]
+    """returns the `(N, ...)` that all parts have for this one, from what it has for each"""
     is_first: bool
     """whether this part counts what all parts compute together"""
 

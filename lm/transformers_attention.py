@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lm.attention import Mask, attend, find_key_bounds, make_mask
+from lm.attention import Mask, SequencePart, attend, find_key_bounds, make_mask
 
 NAME = "lm"
 """by which transformers finds the functions, as `attn_implementation`"""
@@ -40,7 +40,7 @@ def _attend(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    gather: Callable[[Tensor], Tensor] | None = None,
+    part: SequencePart | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Return what `attend` does, `(B, T, H, K)`; what else a class passes acts on other kernels.
@@ -48,7 +48,7 @@ def _attend(
     Args:
         module: of the class; its `is_causal` holds where the argument is None.
         s_aux: sinks.
-        gather: see `attend`.
+        part: of longer sequences, that the tokens are; needs a mask.
     """
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
@@ -62,7 +62,7 @@ def _attend(
         softcap=softcap,
         sinks=s_aux,
         dropout=dropout,
-        gather=gather,
+        gather=None if part is None else part.gather,
     )
     return output.transpose(1, 2).contiguous(), None
 

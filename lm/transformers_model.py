@@ -32,9 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm import transformers_attention, transformers_private
+from lm import context, transformers_attention, transformers_private
 from lm.attention import SequencePart, find_document_starts, find_key_bounds, make_mask
-from lm.delta_rule import causal_convolution, gated_delta_rule
 from lm.errors import ConfigError
 from lm.model_config import MAX_LAYERS, MAX_SIZE
 from lm.transformers_config import AnyModelConfig, TransformersConfig, set_random_rates
@@ -165,13 +164,13 @@ class TransformersModel(nn.Module):
             options["attention_mask"] = self._make_masks(position_ids)
         if numbers_documents:
             options["seq_idx"] = document_starts
-        if packed_by == "cu_seq_lens":
+        if packed_by == "cu_seq_lens" and part is None:  # lengths are those of complete documents
             options |= _find_lengths(position_ids)
         if part is not None:
             options["position_ids"] = part.take(position_ids)
             masks = self._make_masks(position_ids)
             options["attention_mask"] = _masks_of(part, masks, position_ids)
-            options["gather"] = part.gather
+            options["part"] = part
         return options
 
     def _make_masks(self, position_ids: Tensor) -> Any:
@@ -293,16 +292,22 @@ def _masks_of(part: SequencePart, masks: Any, position_ids: Tensor) -> Any:
     """Return the masks of a part of sequences, from those of complete ones, of each kind of layer.
 
     Args:
-        masks: a mask that is left out hides nothing but later keys.
+        masks: a mask of attention that is left out hides nothing but later keys.
         position_ids: of complete sequences.
     """
     if isinstance(masks, dict):
-        return {kind: _masks_of(part, mask, position_ids) for kind, mask in masks.items()}
+        return {
+            kind: None if kind in _WITHOUT_MASKS else _masks_of(part, mask, position_ids)
+            for kind, mask in masks.items()
+        }
     if masks is None:
         bounds = find_key_bounds(torch.zeros_like(position_ids), None)
         masks = make_mask(bounds, position_ids.shape[1])
     return part.mask_of(masks)
 
+
+_WITHOUT_MASKS = ("linear_attention", "conv")
+"""Kinds of layers that multiply tokens by a mask of padding, of which a packed row has none."""
 
 AnyModel = Transformer | TransformersModel
 """Both answer what a run asks of a model: its `blocks`, `embedding`, `head` and `loss`, what FSDP
@@ -545,11 +550,12 @@ def _in_chunks(theirs: Callable[..., Any]) -> Callable[..., Any]:
         g: Tensor,
         beta: Tensor,
         seq_idx: Tensor | None = None,
+        part: SequencePart | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if seq_idx is None:
             return theirs(query, key, value, g=g, beta=beta, **options)
-        return gated_delta_rule(query, key, value, g, beta, seq_idx), None
+        return context.apply_rule(query, key, value, g, beta, seq_idx, part), None
 
     return rule
 
@@ -605,13 +611,14 @@ def _convolve(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         bias: Tensor | None = None,
         activation: str | None = None,
         seq_idx: Tensor | None = None,
+        part: SequencePart | None = None,
         **options: Any,
     ) -> Tensor:
         if seq_idx is None:
             return theirs(hidden_states, weight, bias, activation=activation, **options)
         from transformers.activations import ACT2FN
 
-        output = causal_convolution(hidden_states.to(weight.dtype), weight, seq_idx)
+        output = context.convolve(hidden_states.to(weight.dtype), weight, seq_idx, part)
         if bias is not None:
             output = output + bias[:, None]
         if activation is not None:

@@ -61,7 +61,7 @@ from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
 from lm.attention import SequencePart
-from lm.context import ContextGroup, gather_rows
+from lm.context import ContextGroup, exchange_rows, gather_rows
 from lm.errors import ConfigError, error_prefix
 from lm.examined import Attention, Examined, LongestRow, PackedBy
 from lm.hf.saved_model import build_saved_model, find_names
@@ -908,7 +908,7 @@ class _Exam:
 
         own = [ContextGroup(rank, 2, "").own_indices(length + n_padding) for rank in range(2)]
         indices = torch.from_numpy(np.stack(own)).repeat_interleave(n_rows, dim=0)
-        part = SequencePart(indices, partial(gather_rows, size=2), is_first=True)
+        part = SequencePart(indices, partial(gather_rows, size=2), exchange_rows, is_first=True)
         before = torch.arange(batch.tokens.numel()).view_as(batch.tokens)
         now = part.take(twice(before, -1)).flatten().argsort()[n_rows * n_padding :]
         return _Batch(

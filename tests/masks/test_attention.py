@@ -167,7 +167,7 @@ def test_both_compact_masks_stand_for_the_same_pairs() -> None:
 def test_queries_of_a_part_of_a_sequence_attend_as_among_all() -> None:
     query, key, value = (each.detach() for each in draw(CASES["grouped"], torch.float32))
     indices = torch.cat([torch.arange(30, 180), torch.arange(400, LENGTH)]).expand(2, -1)
-    part = SequencePart(indices, gather=lambda x: x, is_first=True)
+    part = SequencePart(indices, gather=lambda x: x, exchange=lambda x: x, is_first=True)
     expected = reference(query, key, value, None, hides(50), 0.3)[:, :, indices[0]]
     bounds = find_mask(50)
     for mask in (make_mask(bounds, LENGTH), make_block_mask(bounds, LENGTH)):
