@@ -132,44 +132,43 @@ def write_records() -> int:
 
 
 def tokenize(*names: str) -> int:
-    """Fill the cache with the data of runs."""
-    from lm.data.packing import PackedDataset
+    """Open the data of runs, which are kept in the cache if that can be written."""
     from lm.data.tokenized import RecordOptions, tokenize_records, tokenize_text
     from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
     from lm.storage.cache import describe_files
 
     def run() -> int:
+        opened = tokenize_text([Path("in.txt")], ByteTokenizer())
         for name in names:
-            (tokens,) = tokenize_records([Path(name)], ByteTokenizer(), RecordOptions())
-            PackedDataset(tokens, 64, packing=True)
-        tokenize_text([Path("in.txt")], ByteTokenizer())
+            opened += tokenize_records([Path(name)], ByteTokenizer(), RecordOptions())
         describe_files([Path("large")])
+        read = [tokens[:].tolist() for tokens in opened]
+        Path.cwd().with_suffix(".tokens").write_text(json.dumps(read))  # which no fault disturbs
         return 0
 
     os.environ["XDG_CACHE_HOME"] = str(Path("cache").absolute())
     return command(run)()
 
 
-def entries(folder: Path) -> dict[str, bytes]:
-    """Return the files of the complete entries of the cache."""
-    found: dict[str, bytes] = {}
-    for path in (folder / "cache" / "lm" / "tokens").glob("[!.]*/*"):
-        found[f"{path.parent.name}/{path.name}"] = path.read_bytes()
-    return found
+def tokens_read(folder: Path) -> Any:
+    return json.loads(folder.with_suffix(".tokens").read_text())
 
 
 def has_entries(folder: Path) -> bool:
     """Whether the entries of `tokenize("old.jsonl")` are complete."""
     of_records = 5
-    of_their_order = 6
     of_text = 4
-    return len(entries(folder)) >= of_records + of_their_order + of_text
+    files = (folder / "cache" / "lm" / "tokens").glob("[!.]*/*")
+    return len(list(files)) >= of_records + of_text
 
 
 def prepare(*options: str) -> int:
     from lm.prepare import main
 
-    return main(["in.txt", "--tokenizer", "bytes", "--out", "out", "--workers", "1", *options])
+    os.sched_setaffinity(
+        0, {min(os.sched_getaffinity(0))}
+    )  # one thread, so one order of operations
+    return main(["in.txt", "--tokenizer", "bytes", "--out", "out", *options])
 
 
 def write_text(*lines: str) -> int:
@@ -224,7 +223,7 @@ SCENARIOS = {
     "tokenize": Scenario(
         lambda: write_records() or tokenize("old.jsonl"),
         lambda: tokenize("old.jsonl", "new.jsonl"),
-        entries,
+        tokens_read,
         has_entries,
     ),
     "prepare": Scenario(
