@@ -314,8 +314,9 @@ def open_weights(directory: Path) -> ClassWeights:
         quantization = quantization_of(raw)
         config = read_config(without_quantization(raw))
         text_config = language_model_of(config)
+    tensors = _list_tensors(directory)
     with error_prefix(str(directory)):
-        stored = as_dequantized(_list_tensors(directory), quantization)
+        stored = as_dequantized(tensors, quantization)
     with error_prefix(str(path)), torch.device("meta"):
         network = build_network(text_config)
         saved_class = type(build_saved_model(config, network))
@@ -372,7 +373,7 @@ def _list_tensors(directory: Path) -> dict[str, Tensor]:
     for name, slices in find_slices(directory).items():
         shape = full_shape(slices)
         if shape is None or len(slices) > 1:
-            raise ConfigError(f"{name}: in several files")
+            raise ConfigError(f"{directory}: {name}: in several files")
         tensors[name] = torch.empty(shape, dtype=torch_dtype(slices[0]), device="meta")
     return tensors
 

@@ -444,7 +444,7 @@ def test_plan_needs_no_file_but_config_json(kind: str, tmp_path: Path) -> None:
     hp = load_hyperparameters(parse_plan_arguments(arguments))
     network = build_network(read_config(values))
     assert hp.model.n_parameters == sum(p.numel() for p in network.parameters())
-    with pytest.raises(ConfigError, match=r"needs model\.safetensors"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: has no model\.safetensors"):
         read_with_model_defaults(settings)
 
 
