@@ -15,6 +15,7 @@ All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate"
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ from lm import seeds
 from lm.attention import compiler_options
 from lm.errors import ConfigError
 from lm.launch.console import announce, warn
+from lm.program import describe_program
 from lm.runtime.world import MeshShape
 from lm.shards import local_rows
 from lm.training import lora
@@ -237,6 +239,8 @@ def compile_blocks(model: AnyModel, compile_graph: Callable[[Any], Any]) -> None
     # and of the lengths of separate samples.
     limit = 64 * len(model.blocks)
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, limit)
+    # Graphs that are kept name our operators, whose code and derivatives they do not have.
+    torch.compiler.config.cache_key_tag = json.dumps(describe_program(__name__, ()))
     for block in model.blocks:
         block.forward = compile_graph(block.forward)
 

@@ -7,12 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm.data.tokenizer.files import TOKENIZER_JSON
+from lm.model_config import ModelConfig
 from lm.program import describe_program
+from lm.training import parallelize
+from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import complete_values
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -105,3 +110,16 @@ def test_change_of_any_module_that_computes_is_another_program(module: str, tmp_
 
 def test_module_that_computes_something_else_is_not_in_the_program() -> None:
     assert "lm.training.optim" not in describe_program("lm.data.records", ())["sources"]
+
+
+def test_compiled_graphs_that_are_kept_are_of_the_code_of_our_operators() -> None:
+    """A graph calls an operator by its name, also after its derivative has other arguments."""
+    model = Transformer(ModelConfig.model_validate({"d_model": 8, "n_heads": 2}))
+    parallelize.compile_blocks(model, lambda forward: forward)
+    sources = json.loads(torch.compiler.config.cache_key_tag)["sources"]
+    paths = list((REPOSITORY / "lm").rglob("*.py"))
+    with_operators = [path for path in paths if "custom_op(" in path.read_text()]
+    assert len(with_operators) > 1
+    for path in with_operators:
+        module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        assert sources[module] == sha256(path.read_bytes()).hexdigest()
