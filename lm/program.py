@@ -41,7 +41,7 @@ def _hash_sources(module: str) -> dict[str, str]:
         imported = _find_imports(to_read.pop())
         to_read += imported - names
         names |= imported
-    return {name: sha256(_SOURCES[name]).hexdigest() for name in names}
+    return {name: sha256(_SOURCES[name]).hexdigest() for name in sorted(names)}
 
 
 @functools.cache

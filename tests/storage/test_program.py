@@ -108,6 +108,20 @@ def test_change_of_any_module_that_computes_is_another_program(module: str, tmp_
     assert not_in_program == []
 
 
+def test_a_program_is_described_alike_in_all_processes() -> None:
+    """What is kept is found by this text."""
+    script = "from lm.program import describe_program; print(describe_program('lm.flops', ()))"
+    described: set[str] = set()
+    for seed in "12":  # which orders sets
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        described.add(
+            subprocess.check_output(
+                [sys.executable, "-c", script], cwd=REPOSITORY, env=env, text=True
+            )
+        )
+    assert len(described) == 1
+
+
 def test_module_that_computes_something_else_is_not_in_the_program() -> None:
     assert "lm.training.optim" not in describe_program("lm.data.records", ())["sources"]
 
