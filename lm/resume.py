@@ -266,7 +266,7 @@ def load_checkpoint(
     """Load the first intact checkpoint of `plan` into `state`, on all ranks together.
 
     Args:
-        state: "model", "optim", "scaler" and "spikes".
+        state: "model", "optim", "scaler", "spikes" and "reference".
         log: receives what was loaded, what was skipped and which hyperparameters changed.
 
     Returns:

@@ -276,9 +276,8 @@ class World:
         with suppress(RuntimeError):  # a rank has ended
             if self.rank == 0:
                 self.rendezvous_store.set(first, "")
-                self.rendezvous_store.wait(
-                    others, ANSWER_TIMEOUT
-                )  # the store ends with this process
+                # The store ends with this process.
+                self.rendezvous_store.wait(others, ANSWER_TIMEOUT)
             else:
                 self.rendezvous_store.wait([first])
                 self.rendezvous_store.set(others[self.rank - 1], "")
