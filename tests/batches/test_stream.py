@@ -20,6 +20,7 @@ import pytest
 import torch
 import zstandard
 from datasets import Dataset, DatasetDict
+from pydantic import TypeAdapter
 
 from lm.data.dataset import StreamPosition, StreamState, ValidationSet
 from lm.data.loader import Loader, resume_streams
@@ -274,6 +275,15 @@ def test_data_workers_resume_with_another_number(folder: Path, by_one: Taken) ->
         state, note = resume_streams([state], dp_rank=0, dp_size=1, workers=workers)
         assert note is not None
         assert read - 3 < state.streams[0].get("skip", 0) * workers <= read
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_positions_of_an_earlier_version_are_refused(workers: int) -> None:
+    """They have the number of a document, and a token of it, which would be one of the block."""
+    earlier = {"block": 1, "read": 8192, "dataset": None, "digest": "", "document": 5, "token": 3}
+    state = TypeAdapter(StreamState).validate_python({"streams": [earlier]})
+    with pytest.raises(ConfigError, match="resume=fresh"):
+        resume_streams([state], dp_rank=0, dp_size=1, workers=workers)
 
 
 @pytest.mark.slow
