@@ -20,7 +20,7 @@ from lm.data.messages import MessageReader, Turn, find_functions
 from lm.data.record_fields import RecordFields, check_text, show
 from lm.data.tokenized import find_template_text
 from lm.data.tokenizer.loading import Tokenizer
-from lm.data.unwritten import find_unwritten
+from lm.data.unwritten import find_strings, find_unwritten
 from lm.errors import ConfigError, error_prefix
 
 
@@ -168,7 +168,11 @@ class RecordRenderer:
         """Render a chat, or raise ConfigError if the template writes objects as Python does."""
         rendered = self.tokenizer.render(chat.messages, tools=chat.tools)
         for function in find_functions(chat.messages):
-            if function["arguments"] and str(function["arguments"]) in rendered.text:
+            written = str(function["arguments"])
+            if not function["arguments"] or written not in rendered.text:
+                continue
+            strings = find_strings([chat.messages, chat.tools])  # which can quote them
+            if rendered.text.count(written) > sum(each.count(written) for each in strings):
                 name = self.tokenizer.find_template(chat.tools).name
                 raise ConfigError(f"{name} writes arguments as Python does; remove the line")
         return rendered

@@ -70,7 +70,7 @@ def _strings_of(key: str, value: Any) -> Iterator[str]:
         for call in value:
             yield from _strings_of_call(call)
     else:
-        yield from _leaves(value)
+        yield from find_strings(value)
 
 
 def _strings_of_call(call: Mapping[str, Any]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _strings_of_call(call: Mapping[str, Any]) -> Iterator[str]:
         if key == "function":
             yield from _strings_of_call(value)
         elif key not in _NOT_WRITTEN:
-            yield from _leaves(value)
+            yield from find_strings(value)
 
 
 def _strings_of_tools(tools: Any) -> Iterator[str]:
@@ -96,14 +96,14 @@ def _strings_of_tools(tools: Any) -> Iterator[str]:
                     yield description
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def find_strings(value: Any) -> Iterator[str]:
     """Yield the strings in a value, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, each in value.items():
             yield key
-            yield from _leaves(each)
+            yield from find_strings(each)
     elif isinstance(value, list):
         for each in value:
-            yield from _leaves(each)
+            yield from find_strings(each)

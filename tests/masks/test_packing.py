@@ -599,6 +599,22 @@ def test_template_that_wants_arguments_as_text_gets_it(
     assert f"<{expected}>" in text
 
 
+@pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "gptoss", "glm4moe", "gemma4"])
+def test_messages_can_quote_arguments_as_python(template: str, tmp_path: Path) -> None:
+    """The template writes the call as without this message, and not as text in JSON."""
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), template)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": "y"}}}
+    found: list[str] = []
+    for result in ("nothing", "add of {'x': 'y'} failed"):
+        tool = {"role": "tool", "content": result}
+        chat = [DIALOG[0], {"role": "assistant", "content": "", "tool_calls": [call]}, tool]
+        file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+        text = tokenizer.decode(targets(pack_files([file], tokenizer, 8192)))
+        assert result in text
+        found.append(text.replace(result, ""))
+    assert found[0] == found[1]
+
+
 def test_null_is_read_in_json_text_only(tmp_path: Path) -> None:
     """A table adds nulls to objects, and not to JSON text."""
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
