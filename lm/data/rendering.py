@@ -179,14 +179,16 @@ class RecordRenderer:
 
     def _check_end_of_turn(self, chat: Chat, text: str, spans: Sequence[Span]) -> None:
         """Raise ConfigError if a target ends with what a reply says: the model would never stop."""
-        said: set[str] = set()
-        for message in chat.messages[len(chat.prompt) :]:
-            if message["role"] == "assistant" and "tool_calls" not in message:
-                # A template may cut off the thinking.
-                said.add(message["content"].rpartition("</think>")[2].strip())
-        for span, reply in itertools.product(spans, said - {""}):
-            _, found, end = text[span.start : span.stop].partition(reply)
-            if found and not end.strip():
+        replies = [
+            message["content"].rpartition("</think>")[2].strip()  # a template may cut off thinking
+            for message in chat.messages[len(chat.prompt) :]
+            if message["role"] == "assistant" and "tool_calls" not in message
+        ]
+        for span in spans:
+            target = text[span.start : span.stop]
+            # A short one, such as ">", can also be in the end of turn of another.
+            reply = max((each for each in replies if each in target), key=len, default="")
+            if reply and not target.partition(reply)[2].strip():
                 template = self.tokenizer.find_template(chat.tools)
                 problem = "writes no end of turn that is a target, so that no reply would end"
                 raise ConfigError(f"{template.name} {problem}; {template.advise_training()}")

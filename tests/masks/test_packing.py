@@ -471,6 +471,15 @@ def test_template_without_end_of_turn_is_refused(template: str, part: str, tmp_p
     assert named_keys(error.value) >= {"chat_template"}
 
 
+def test_a_reply_can_be_part_of_an_end_of_turn(tmp_path: Path) -> None:
+    reply = {"role": "assistant", "content": ">"}
+    file = write(tmp_path / "a.jsonl", [{"messages": [*DIALOG[:2], DIALOG[0], reply]}])
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5_training")
+    text = tokenizer.decode(targets(pack_files([file], tokenizer, 512, completion_only=True)))
+    assert f"{DIALOG[1]['content']}<|im_end|>" in text
+    assert "><|im_end|>" in text
+
+
 def said(role: str, *words: str, **keys: Any) -> dict[str, Any]:
     """A message whose content is a text or, with two words, a text after its thinking."""
     content = words[-1]
