@@ -185,6 +185,8 @@ def _check_existing(path: Path, sources: Sequence[SourceRecord], wanted: _Input)
         problem = f"contains another dataset (different: {', '.join(different)})"
         remedy = "choose another directory, or replace it with --overwrite"
         raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
+    for split in wanted.options.splits[1:]:
+        TokenFile(path.with_name(f"{split}.json"))  # raises an error if it is damaged, too
     return f"{describe_split(path, index)}: already exists"
 
 

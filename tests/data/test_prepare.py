@@ -902,6 +902,17 @@ def test_prepare_verify_finds_every_flipped_bit(
         assert line.startswith(start)
 
 
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "validation.ends"])
+def test_prepare_refuses_an_existing_dataset_that_is_damaged(
+    name: str, prepared: tuple[str | Path, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "out" / name
+    file.write_bytes(file.read_bytes()[:-8])
+    code, _, errors = run(*prepared, "--validation-fraction", 0.3)
+    assert code == 2
+    assert errors.startswith(f"{file}: damaged: ")
+
+
 def test_a_file_as_the_directory_is_refused(tmp_path: Path) -> None:
     for name in ("a.txt", "out"):
         (tmp_path / name).write_text("to be")
