@@ -82,7 +82,9 @@ class MessageReader:
         unread: list[str] = []
         for key, value in found.items():
             what = names.get(key, key)
-            if what in OF_MESSAGES and (not named or key in names):
+            if what in message and not named:
+                unread.append(key)  # e.g. value next to content
+            elif what in OF_MESSAGES and (not named or key in names):
                 message[what] = value
             elif key == "weight":
                 raise ConfigError(f"{place}: weight is not read; add weight: weight to fields")

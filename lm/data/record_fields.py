@@ -159,7 +159,9 @@ def fill(source: str, record: Mapping[str, Any]) -> Any:
     for before, name in _parse(source):
         value = ""
         if name is not None:
-            value = record[_require(name, record)] or ""
+            value = record[_require(name, record)]
+            if value is None:
+                value = ""
             if not isinstance(value, str):
                 raise ConfigError(f"{name} is {show(value)}, not text, in {source!r}")
         if value or name is None:

@@ -336,6 +336,16 @@ def test_another_key_of_a_message_is_refused_with_the_fields_to_set() -> None:
         assert render(with_key(key, 1), loads(str(error.value))) == [rendered(TURNS)]
 
 
+def test_a_message_has_its_content_once() -> None:
+    turns = sharegpt()
+    turns[0]["content"] = "Q, too"
+    with pytest.raises(
+        ConfigError, match=r"^file:1: conversations\[0\]: content: not read"
+    ) as error:
+        render({"conversations": turns})
+    assert render({"conversations": turns}, loads(str(error.value))) == [rendered(CHAT)]
+
+
 def test_the_fields_to_set_lose_nothing_of_other_messages() -> None:
     """The message that is refused may be the only one without tool_calls, reasoning or weight."""
     template = tokenizer_of(
@@ -468,6 +478,7 @@ def test_a_template_fills_in_texts(fields: str, record: dict[str, Any], text: st
     [
         ({"b": "B"}, "has no a, only b; name another key"),
         ({"a": 1}, "a is 1, not text"),
+        ({"a": 0}, "a is 0, not text"),
         ({"a": ["A"]}, r"a is \[\"A\"\], not text"),
     ],
 )
