@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from lm.data.chat_template import REASONING_KEYS
 from lm.errors import ConfigError
 
@@ -208,6 +206,8 @@ def show(value: Any) -> str:
 
 def as_yaml(fields: Mapping[str, str]) -> str:
     """Return `fields` as it is typed in YAML."""
+    import yaml  # which the machine of a benchmark may lack
+
     flow = yaml.safe_dump(
         dict(fields), default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
     )

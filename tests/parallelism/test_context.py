@@ -72,11 +72,11 @@ CLASSES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
         {},
     ),
-    "delta nets without positions": ("olmo_hybrid", {}, {"compile": True}),
+    "delta nets without positions": ("olmo_hybrid", {}, {}),
     "convolutions": ("lfm3", {}, {"activation_checkpointing": "full"}),
 }
 """kinds of transformers, sizes of their models, and how they train"""
-RUNS_OF_CLASSES = {
+RUNS_OF_CLASSES: dict[str, dict[str, Any]] = {
     name: FINE_TUNING | {"init_from": name} | changes for name, (_, _, changes) in CLASSES.items()
 }
 
@@ -178,10 +178,13 @@ def test_linear_attention_and_convolutions_have_those_of_complete_sequences(
     folder: str, complete_classes: dict[str, dict[str, Any]], shape: str
 ) -> None:
     n_ranks, n_of_a_sequence = SHAPES[shape]
-    found = run_ranks(n_ranks, compute_gradients, folder, RUNS_OF_CLASSES, n_of_a_sequence)[0]
+    kinds = dict(RUNS_OF_CLASSES)
+    if shape == "two":  # where the compiler runs twice, not four times
+        name = "delta nets without positions"
+        kinds[name] = kinds[name] | {"compile": True}
+    found = run_ranks(n_ranks, compute_gradients, folder, kinds, n_of_a_sequence)[0]
     for kind, expected in complete_classes.items():
-        is_compiled = RUNS_OF_CLASSES[kind].get("compile", False)
-        compare(found[kind], expected, 2e-6 if is_compiled else 1e-6)
+        compare(found[kind], expected, 2e-6 if kinds[kind].get("compile") else 1e-6)
 
 
 def compute_gradients_of_pairs(

@@ -183,15 +183,15 @@ def test_original_example_memorizes_random_samples(
 SLOW_START_OF_FILES = """
 import time
 from lm.runtime.run_dir import RunDir
-start, perf_counter = RunDir.start, time.perf_counter
+add_session, perf_counter = RunDir.add_session, time.perf_counter
 late = 0
 
-def start_slowly(self, *arguments):
+def add_slowly(self, *arguments):
     global late
-    start(self, *arguments)
+    add_session(self, *arguments)
     late = 1000
 
-RunDir.start = start_slowly
+RunDir.add_session = add_slowly
 time.perf_counter = lambda: perf_counter() + late
 """
 """The clock of the reports is 1000 s later once the run's files are open."""
