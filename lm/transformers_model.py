@@ -325,6 +325,18 @@ def new_model(config: AnyModelConfig, *, dropout: bool = True) -> AnyModel:
     return Transformer(config)
 
 
+def new_structure(config: AnyModelConfig) -> AnyModel:
+    """Return a model on the meta device, of which names and shapes alone are used.
+
+    Kernels that compute it in a run need not be installed here.
+    """
+    if isinstance(config, TransformersConfig):
+        examined = config.examined.model_copy(update={"attention": "class"})
+        config = config.model_copy(update={"examined": examined})
+    with torch.device("meta"):
+        return new_model(config)
+
+
 def convert_weights(model: AnyModel, dtype: torch.dtype) -> None:
     """Give the weights `dtype`, except those that transformers keeps in float32.
 

@@ -59,7 +59,7 @@ from lm.transformers_model import (
     TransformersModel,
     build_network,
     convert_weights,
-    new_model,
+    new_structure,
     one_line_errors,
     text_config,
 )
@@ -369,8 +369,7 @@ def find_weights(directory: Path, config: AnyModelConfig) -> dict[str, Source]:
     """
     manifest = read_manifest(directory)
     require_same_structure(model_of(directory, manifest), config)
-    with torch.device("meta"):
-        state = lora.trained_parameters(new_model(config))
+    state = lora.trained_parameters(new_structure(config))
     found = find_tensors(directory, manifest, WEIGHTS)
     require_tensors_of({"model": state}, directory, found)
     return {name: Source(found["model"][name]) for name in state}

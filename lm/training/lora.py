@@ -34,7 +34,7 @@ from lm.training.roles import (
 from lm.transformers_config import AnyModelConfig
 from lm.transformers_model import (
     AnyModel,
-    new_model,
+    new_structure,
     without_numbers,
 )
 from lm.units import format_parameters
@@ -194,7 +194,7 @@ class Adapters(dict[str, Tensor]):
 
     def __init__(self, config: LoraConfig, model: AnyModelConfig) -> None:
         with torch.device("meta"):
-            adapted = add_adapters(new_model(model), config, None)
+            adapted = add_adapters(new_structure(model), config, None)
         super().__init__()
         for name, tensor in trained_parameters(adapted).items():
             self[name] = torch.empty(tensor.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from lm.errors import ConfigError
 from lm.hf.base import open_model
 from lm.hf.weights import examined_config, model_defaults
 from lm.runtime.world import World
+from lm.training.lora import Adapters, LoraConfig
 from lm.transformers_config import Examined, Kernels, TransformersConfig
 from lm.transformers_model import TransformersModel, rule_by_fla
 from tests.support.hf import complete_values, read_with_model_defaults, save_model
@@ -187,6 +189,14 @@ def test_kernels_that_are_not_there_are_refused_by_name(name: str, kind: str, pr
         examined_config(complete_values(kind), Kernels(name, None))
 
 
+def test_adapters_are_read_without_the_kernels_of_their_run() -> None:
+    config = examined_config(complete_values("llama"))
+    examined = config.examined.model_copy(update={"attention": "flash_attention_2"})
+    of_run = config.model_copy(update={"examined": examined})
+    lora_config = LoraConfig(lora_rank=2)
+    assert Adapters(lora_config, of_run).keys() == Adapters(lora_config, config).keys()
+
+
 def test_kernels_are_for_models_of_transformers() -> None:
     with pytest.raises(ConfigError, match="attn_implementation: is for models of transformers"):
         read_hyperparameters({"hyperparameters": {"attn_implementation": "sdpa"}}, [], "test")
@@ -248,7 +258,7 @@ def train_all(world: World, folder: str, runs: dict[str, dict[str, Any]]) -> dic
 
 @pytest.mark.slow
 def test_runs_with_other_kernels_have_the_losses_of_ours(llama: Path, tmp_path: Path) -> None:
-    """Packed; what is generated or started from them needs no kernels of others."""
+    """Packed; what is generated, exported or started from them needs no kernels of others."""
     kernels = {"ours": None, "eager": "eager", "sdpa": "sdpa", "starts": "reads-starts"}
     runs = {name: settings(llama, attn_implementation=each) for name, each in kernels.items()}
     for run in runs.values():
@@ -265,3 +275,5 @@ def test_runs_with_other_kernels_have_the_losses_of_ours(llama: Path, tmp_path: 
     for name, attention in {"eager": "eager", None: "documents"}.items():
         values = model_defaults(str(saved), Kernels(name, None))
         assert Examined.model_validate(values["examined"]).attention == attention
+    command = [sys.executable, "-m", "lm.hf", "export", str(saved), str(tmp_path / "exported")]
+    subprocess.run(command, check=True)  # another process, without the stand-ins
