@@ -60,6 +60,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
+from lm import transformers_attention
 from lm.attention import SequencePart
 from lm.context import ContextGroup, exchange_rows, gather_rows
 from lm.errors import ConfigError, error_prefix
@@ -283,7 +284,7 @@ class _Computation:
         """Return what a run computes with `kernels`; None = nothing that exact answers leave open.
 
         Raises:
-            ConfigError: they are code of the Hub.
+            ConfigError: they are code of the Hub, or not those of others.
         """
         name = kernels.attention
         if name is None and not HAS_FLA:
@@ -291,6 +292,9 @@ class _Computation:
         if name is not None and "/" in name:
             problem = f"attn_implementation: {name}: code of the Hub is never run"
             raise ConfigError(f"{problem}; use kernels of an installed package, or null")
+        if name in (*get_args(Attention), transformers_attention.NAME):
+            problem = f"attn_implementation: {name}: transformers has no kernels of this name"
+            raise ConfigError(f"{problem}; use null for attention of this project")
         device = choose_device(Launch.from_env(os.environ))
         arguments: tuple[PackedBy, ...] = get_args(PackedBy)
         if name is None:

@@ -181,6 +181,9 @@ def test_kernels_of_transformers_keep_documents_apart_by_positions() -> None:
         ("sdpaa", "llama", "sdpaa: llama: transformers refuses it: ValueError"),
         ("flash_attention_2", "llama", "flash_attention_2: .*ImportError"),
         ("kernels-community/flash-attn2", "llama", "code of the Hub is never run"),
+        ("class", "llama", "class: transformers has no kernels of this name"),
+        ("documents", "llama", "documents: transformers has no kernels of this name"),
+        ("lm", "llama", "lm: transformers has no kernels of this name"),
         ("sdpa", "gptj", "sdpa: gptj: transformers refuses it: ValueError"),
     ],
 )
@@ -193,7 +196,7 @@ def test_adapters_are_read_without_the_kernels_of_their_run() -> None:
     config = examined_config(complete_values("llama"))
     examined = config.examined.model_copy(update={"attention": "flash_attention_2"})
     of_run = config.model_copy(update={"examined": examined})
-    lora_config = LoraConfig(lora_rank=2)
+    lora_config = LoraConfig.model_validate({"lora_rank": 2})
     assert Adapters(lora_config, of_run).keys() == Adapters(lora_config, config).keys()
 
 
