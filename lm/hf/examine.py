@@ -165,7 +165,10 @@ _PACKAGES = ("torch", "transformers")
 _OTHER_PACKAGES = (
     "torchao",
     "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
     "flash-linear-attention",
+    "fla-core",
     "causal-conv1d",
     "mamba-ssm",
     "kernels",
