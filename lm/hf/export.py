@@ -135,9 +135,17 @@ def _export_of_ours(
     sources = find_weights(weights_dir, config)
     names = families.map_parameters(family, config)
     empty = network.state_dict()
+    lost = sorted(names.keys() - empty.keys())
+    if lost:
+        problem = f"its class has no {', '.join(limit_problems(lost))}"
+        raise ConfigError(f"{family.model_type}: {problem}; {_OTHER_VERSION}")
 
     def read_tensor(their_name: str) -> Tensor:
-        if their_name not in names:  # a bias that the model does not have
+        if their_name not in names:
+            if not their_name.endswith("bias"):
+                problem = f"{family.model_type}: its class also has {their_name}"
+                raise ConfigError(f"{problem}; {_OTHER_VERSION}")
+            # The model does not have this bias.
             return torch.zeros(empty[their_name].shape)
         parts: list[Tensor] = []
         for name in names[their_name]:
@@ -155,6 +163,9 @@ def _export_of_ours(
         for layer, bias in enumerate(_read(sources["router_bias"])):
             state[family.router_bias.format(layer)] = bias
     return write_directory(network, state, out, files)
+
+
+_OTHER_VERSION = "use the version of transformers in constraints.txt"
 
 
 def _read(source: Source) -> Tensor:

@@ -14,7 +14,7 @@ import shutil
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -564,6 +564,30 @@ def test_export_of_gpt2_without_biases_writes_zeros(tmp_path: Path) -> None:
         export.export_model(save_checkpoint(ours, tmp_path / bias), tmp_path / f"{bias}-out")
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{bias}-out")
         torch.testing.assert_close(loaded(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"modules": families.LLAMA.modules | {"head.norm": "model.last_norm"}},
+            "its class has no model.last_norm.weight",
+        ),
+        ({"model_type": "qwen3"}, "its class also has model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_export_to_a_class_with_other_tensors_is_refused(
+    changes: dict[str, Any],
+    problem: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As classes of another version of transformers may be: none of theirs would be zeros."""
+    family = replace(families.LLAMA, **changes)
+    monkeypatch.setitem(families.FAMILIES, "llama", family)
+    assert problem in exported(capsys, checkpoint, tmp_path / "out", code=2)
 
 
 # ---- tokenizers
