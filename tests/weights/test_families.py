@@ -570,7 +570,7 @@ def test_export_of_gpt2_without_biases_writes_zeros(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         (
-            {"modules": families.LLAMA.modules | {"head.norm": "model.last_norm"}},
+            {"modules": {**families.LLAMA.modules, "head.norm": "model.last_norm"}},
             "its class has no model.last_norm.weight",
         ),
         ({"model_type": "qwen3"}, "its class also has model.layers.0.self_attn.q_norm.weight"),
