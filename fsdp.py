@@ -351,15 +351,14 @@ class Trainer:
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
         )
-        note = self.world.on_rank0(run.lost_progress)
-        if note is not None:
-            self.logger.info(note)
+        notes = [self.loader.load_state(progress.dataset_state)]
+        notes.append(self.world.on_rank0(run.lost_progress))
         if run.new_state is not None:
             begin = partial(self.store.begin_run, run.new_state, fresh=run.resume_plan.fresh)
             self.world.run_in_thread_on_rank0(begin)
-        note = self.loader.load_state(progress.dataset_state)
-        if note is not None:
-            self.logger.info(note)
+        for note in notes:
+            if note is not None:
+                self.logger.info(note)
         return progress
 
     def load_pretrained(self) -> None:

@@ -144,7 +144,9 @@ def open_data(
 
 def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
     found = f"{format_count(n_samples, 'sequence')} of max_seq_len {seq_len}"
-    remedy = "add data, or lower max_seq_len or the batch size"
+    remedy = "add data, or lower max_seq_len"
+    if n_samples > 0:
+        remedy += " or the batch size"
     return ConfigError(f"{what}: {found}, but the run needs at least {needed}; {remedy}")
 
 
