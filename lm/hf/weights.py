@@ -198,7 +198,8 @@ def with_kernels(config: AnyModelConfig, kernels: Kernels = OWN_KERNELS) -> AnyM
     """
     if not isinstance(config, TransformersConfig):
         return config
-    if config.examined.attention in get_args(Attention) and kernels.attention is None:
+    is_ours = config.examined.attention in get_args(Attention)
+    if is_ours and config.examined.packed_by != "cu_seq_lens" and kernels.attention is None:
         return config
     examined = _examine(config.transformers_config, kernels)
     return config.model_copy(update={"examined": examined})
