@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp import build_model
 from lm.checkpoint.contents import load_weights
 from lm.config.reading import read_hyperparameters
+from lm.context import apply_rule
 from lm.data.loader import Loader, MicroBatch
 from lm.data.run_data import open_data
 from lm.errors import ConfigError
@@ -272,10 +273,12 @@ def test_a_run_resumes_with_divided_sequences_and_trains_as_with_complete_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_text"])
 def test_a_class_of_transformers_trains_with_divided_sequences_as_with_complete_ones(
-    folder: str, tmp_path: Path
+    folder: str, tmp_path: Path, kind: str
 ) -> None:
-    save_model("gpt_oss", tmp_path / "model")  # with windows and sinks
+    """With windows and sinks, or linear attention; also after a resume."""
+    save_model(kind, tmp_path / "model")
     run = {
         "init_from": str(tmp_path / "model"),
         "dataset": "jsonl",
@@ -290,6 +293,7 @@ def test_a_class_of_transformers_trains_with_divided_sequences_as_with_complete_
         "num_tokens": 0,
     }
     run_fsdp(tmp_path / "complete", config=run, code=0)
+    run_fsdp(tmp_path / "divided", "stop_at_step=2", config=run, code=0)
     run_fsdp(tmp_path / "divided", ranks=2, config=run | {"context_parallel": 2}, code=0)
     compare_reports(tmp_path / "divided", tmp_path / "complete")
 
@@ -337,3 +341,21 @@ def test_a_layer_gathers_once_or_again_where_it_is_recomputed(mode: str, n_gathe
     for counts in run_ranks(2, train_a_block, mode):
         assert counts["_c10d_functional::all_gather_into_tensor"] == n_layers * n_gathers
         assert counts["_c10d_functional::reduce_scatter_tensor"] == n_layers
+
+
+def differentiate_a_rule(world: World) -> dict[str, int]:
+    """Return how often each operator is called by a gated delta rule and its derivative."""
+    group = world.context_group(2)
+    part = group.part(torch.from_numpy(group.own_indices(64))[None])
+    shapes = [(1, 32, 2, 8), (1, 32, 2, 8), (1, 32, 4, 8), (1, 32, 4), (1, 32, 4)]
+    query, key, value, g, beta = (torch.rand(shape, requires_grad=True) for shape in shapes)
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    with OperatorCounts() as counts:
+        apply_rule(query, key, value, g, beta, ids, part).sum().backward()
+    return {func.name(): n for func, n in counts.calls.items()}
+
+
+def test_a_gated_delta_rule_exchanges_six_times_and_as_often_in_backward() -> None:
+    for counts in run_ranks(2, differentiate_a_rule):
+        assert counts["_c10d_functional::all_to_all_single"] == 12
+        assert "_c10d_functional::all_gather_into_tensor" not in counts
