@@ -71,7 +71,7 @@ class PackedDataset(Dataset):
         notes = _describe(samples, len(self), int((~has_targets).sum()), seq_len)
         self.note = "; ".join([*notes, *describe_notes(tokens.index)])
         size = f"{len(samples)} samples in {len(self)} sequences of {seq_len}"
-        self._fingerprint = f"{size}: {tokens.fingerprint()}"
+        self._fingerprint = f"{size}: {tokens.fingerprint(of_documents=True)}"
 
     def __len__(self) -> int:
         return len(self._order.term_counts)

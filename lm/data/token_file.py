@@ -166,13 +166,19 @@ class TokenFile:
             raise ConfigError(f"{path}: {problem}", rank_local=True)
         return content
 
-    def fingerprint(self) -> str:
-        """Return what identifies the tokens, and their documents if some are not learned."""
+    def fingerprint(self, of_documents: bool) -> str:
+        """Return what identifies the tokens, and what is learned of them.
+
+        Args:
+            of_documents: whether that depends on where documents end.
+        """
         sums = {suffix: f"{value:08x}" for suffix, value in self.index.checksums.items()}
         fingerprint = f"{len(self)} tokens, crc32c {sums['.bin']}"
-        if not self.has_mask:
-            return fingerprint
-        return f"{fingerprint}, ends {sums['.ends']}, mask {sums['.mask']}"
+        if of_documents:
+            fingerprint += f", ends {sums['.ends']}"
+        if self.has_mask:
+            fingerprint += f", mask {sums['.mask']}"
+        return fingerprint
 
 
 def _find_damage(path: Path, index: TokenIndex, checksum: Callable[[Path], int]) -> list[str]:

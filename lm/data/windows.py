@@ -86,7 +86,7 @@ class WindowDataset(Dataset):
 
     def fingerprint(self) -> str:
         if isinstance(self.tokens, TokenFile):
-            return self.tokens.fingerprint()
+            return self.tokens.fingerprint(of_documents=self.document_ends is not None)
         digest = sha256(np.ascontiguousarray(self.tokens).data).hexdigest()
         return f"{len(self.tokens)} tokens, sha256 {digest}"
 

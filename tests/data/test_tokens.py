@@ -105,6 +105,24 @@ def test_token_file_truncated_during_the_run_is_an_error(tmp_path: Path) -> None
         source[18]
 
 
+def test_ends_identify_what_is_trained_as_separate_documents(tmp_path: Path) -> None:
+    """Of the same tokens in other documents, a resumed run says that its data differ."""
+    ends = np.array([4, 10], "<u8").tobytes()
+    whole = TokenFile(write(tmp_path / "whole", range(10)))
+    path = write(
+        tmp_path / "cut",
+        range(10),
+        documents=2,
+        checksums={**whole.index.checksums, ".ends": google_crc32c.value(ends)},
+    )
+    path.with_suffix(".ends").write_bytes(ends)
+    files = [whole, TokenFile(path)]
+    one, other = (cut_file(file, 4, attend_across_documents=False).fingerprint() for file in files)
+    assert one != other
+    one, other = (cut_file(file, 4, attend_across_documents=True).fingerprint() for file in files)
+    assert one == other
+
+
 def test_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     ids = [1] * 100
     ids[37] = 256
