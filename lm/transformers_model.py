@@ -551,27 +551,6 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def _in_chunks(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gated delta rule of a class, which is ours where it gets documents."""
-
-    @functools.wraps(theirs)
-    def rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        seq_idx: Tensor | None = None,
-        part: SequencePart | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if seq_idx is None:
-            return theirs(query, key, value, g=g, beta=beta, **options)
-        return context.apply_rule(query, key, value, g, beta, seq_idx, part), None
-
-    return rule
-
-
 HAS_FLA = find_spec("fla") is not None
 """Whether flash-linear-attention is installed, whose kernels are for GPUs."""
 
@@ -592,9 +571,11 @@ def rule_by_fla(
     return output.view_as(value)
 
 
-def _on_gpus(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `_in_chunks`, or fla where a GPU computes and it is told where documents start."""
-    in_chunks = _in_chunks(theirs)
+def _in_chunks(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the gated delta rule of a class, which is ours where it gets documents.
+
+    A GPU that is told where they start computes it by flash-linear-attention, if that is installed.
+    """
 
     @functools.wraps(theirs)
     def rule(
@@ -603,12 +584,16 @@ def _on_gpus(theirs: Callable[..., Any]) -> Callable[..., Any]:
         value: Tensor,
         g: Tensor,
         beta: Tensor,
+        seq_idx: Tensor | None = None,
+        part: SequencePart | None = None,
         cu_seqlens: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if cu_seqlens is None or not HAS_FLA or not query.is_cuda:
-            return in_chunks(query, key, value, g, beta, **options)
-        return rule_by_fla(query, key, value, g, beta, cu_seqlens), None
+        if cu_seqlens is not None and HAS_FLA and query.is_cuda:
+            return rule_by_fla(query, key, value, g, beta, cu_seqlens), None
+        if seq_idx is None:
+            return theirs(query, key, value, g=g, beta=beta, **options)
+        return context.apply_rule(query, key, value, g, beta, seq_idx, part), None
 
     return rule
 
@@ -641,7 +626,7 @@ def _convolve(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _OPERATORS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "torch_chunk_gated_delta_rule": _on_gpus,
+    "torch_chunk_gated_delta_rule": _in_chunks,
     "causal_conv1d_fn": _convolve,
 }
 """Functions of modeling files that let packed documents see each other."""
