@@ -391,8 +391,8 @@ class PrecisionConfig(Config, frozen=True):
 
     amp_dtype: Logged[Literal["auto", "bfloat16", "float16"] | None] = Field(
         "auto",
-        description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null"
-        " = float32",
+        description="compute dtype; auto = bfloat16 on GPUs since Ampere and on CPUs with AMX or"
+        " Arm's bfloat16, float16 on older GPUs, else null = float32",
         json_schema_extra={
             "aliases": [
                 "dtype",

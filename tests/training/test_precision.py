@@ -35,9 +35,19 @@ def test_amp_dtype_that_is_named_is_used() -> None:
 
 def test_amp_dtype_default_on_cpus() -> None:
     capabilities = torch.cpu.get_capabilities()
-    native = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    expected = torch.bfloat16 if native and torch.backends.mkldnn.is_available() else None
+    is_faster = any(capabilities.get(name) for name in ("amx_bf16", "bf16"))
+    expected = torch.bfloat16 if is_faster and torch.backends.mkldnn.is_available() else None
     assert dtype_of() == dtype_of(amp_dtype="auto") == expected
+
+
+def test_cpus_with_bfloat16_by_avx512_alone_compute_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert dtype_of() is None
+    with_amx = {"avx512_bf16": True, "amx_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: with_amx)
+    assert dtype_of() == torch.bfloat16
 
 
 def test_float8_needs_bfloat16_and_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
