@@ -447,12 +447,6 @@ class Trainer:
             else:
                 losses = self.forward_backward(batch)
                 vote = self.start_vote()  # the update hides the time that it takes
-                if self.step == 0:
-                    line = self.objective.check_first_step(
-                        losses, batch.n_terms, self.world, self.run.amp_dtype
-                    )
-                    if line is not None:
-                        self.logger.info(line)
                 self.update_weights(batch, losses)
             if profiler_step is not None:
                 profiler_step()
@@ -476,15 +470,13 @@ class Trainer:
 
         It is saved as often as the weights are later, and if the run is asked to stop.
         """
-        if self.objective.is_prepared:
+        if not self.objective.needs_preparation(self.step):
             return
         micro_steps = count_micro_steps(self.hp, self.world.size)
         batches_per_save = self.hp.checkpoint.checkpoint_rate * micro_steps
         self.model.train()  # for the kernels of a step
         with self.logger.status("preparing the objective"):
-            batches = self.objective.prepare(
-                self.model, self.loader, self.step, self.world, self.logger.info
-            )
+            batches = self.objective.prepare(self.model, self.loader, self.world, self.logger.info)
             for n_batches in self.until_stopped(batches):
                 if n_batches % batches_per_save == 0:
                     self.save_objective()
@@ -526,6 +518,9 @@ class Trainer:
 
         The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
         """
+        self.objective.before_update(
+            losses, batch.n_terms, self.world, self.run.amp_dtype, self.logger.info
+        )
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
         grad_norm, nonfinite = self.optimizer.measure_gradients(self.scaler.scale)
         divisor = self.optimizer.clipping_divisor(grad_norm, self.scaler.scale)

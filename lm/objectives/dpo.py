@@ -57,6 +57,8 @@ class DPO(Objective):
         self._config = config
         self.reference = torch.full((n_replies,), _UNKNOWN, dtype=torch.float64, device=device)
         """log ref of each reply, in nats"""
+        self._has_reference_weights = False
+        """whether the model still is its reference"""
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"log_probs": self.reference}
@@ -66,23 +68,29 @@ class DPO(Objective):
         """Replies whose log ref is unknown."""
         return int((self.reference > 0).sum())
 
-    @property
-    def is_prepared(self) -> bool:
-        return self.n_missing == 0
-
-    def prepare(
-        self, model: AnyModel, loader: Loader, step: int, world: World, log: Callable[[str], None]
-    ) -> Iterator[int]:
-        """Compute log ref of all replies, unless a checkpoint has it.
+    def needs_preparation(self, step: int) -> bool:
+        """Return whether a log ref is missing.
 
         Raises:
-            ConfigError: it is missing after steps, which have changed the weights.
-            RunError: the model computes others at each call.
+            ConfigError: one is missing after steps, which have changed the weights.
         """
+        self._has_reference_weights = step == 0
+        if self.n_missing == 0:
+            return False
         if step > 0:
             problem = f"the checkpoint of step {step} lacks {self.n_missing:,} log-probabilities"
             remedy = "use another checkpoint, or resume=fresh"
             raise ConfigError(f"objective: dpo: {problem} under the initial weights; {remedy}")
+        return True
+
+    def prepare(
+        self, model: AnyModel, loader: Loader, world: World, log: Callable[[str], None]
+    ) -> Iterator[int]:
+        """Compute log ref of all replies, unless a checkpoint has it.
+
+        Raises:
+            RunError: the model computes others at each call.
+        """
         n_replies = len(self.reference)
         what = f"log-probabilities of {n_replies:,} replies under the initial weights"
         missing = ""
@@ -113,14 +121,22 @@ class DPO(Objective):
     def exchange(self, world: World) -> None:
         self.reference.copy_(world.minimum(self.reference))
 
-    def check_first_step(
-        self, losses: Losses, n_terms: int, world: World, compute_dtype: torch.dtype | None
-    ) -> str | None:
-        """Return what the first loss says of the reference.
+    def before_update(
+        self,
+        losses: Losses,
+        n_terms: int,
+        world: World,
+        compute_dtype: torch.dtype | None,
+        log: Callable[[str], None],
+    ) -> None:
+        """Check that the model equals its reference before the first update.
 
         Raises:
-            RunError: the model does not equal it, as it has to before the first update.
+            RunError: it does not.
         """
+        if not self._has_reference_weights:
+            return
+        self._has_reference_weights = False  # after this update
         sums_of_rank = torch.cat([losses.loss_sum.double()[None], losses.statistics])
         loss, *means = (world.all_gather(sums_of_rank).sum(dim=0) / n_terms).tolist()
         tolerance = 1e-4
@@ -140,7 +156,7 @@ class DPO(Objective):
         if not is_equal:
             cause = "the model differs from its reference, or computes inf or NaN"
             raise RunError(f"{found}: {cause}; use resume=fresh, or amp_dtype: null")
-        return found
+        log(found)
 
     def losses(self, model: AnyModel, micro_batch: MicroBatch | PairBatch) -> Losses:
         assert isinstance(micro_batch, PairBatch)

@@ -50,18 +50,14 @@ class Objective:
         """Return the live state tensors, equal on every rank: by default none."""
         return {}
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether `prepare` has nothing to compute."""
-        return True
+    def needs_preparation(self, step: int) -> bool:  # noqa: ARG002
+        """Return whether `prepare` has to be called, in a session that continues after `step`."""
+        return False
 
     def prepare(
-        self, model: AnyModel, loader: Loader, step: int, world: World, log: Callable[[str], None]
+        self, model: AnyModel, loader: Loader, world: World, log: Callable[[str], None]
     ) -> Iterator[int]:
         """Compute what the terms need of the initial weights, with `model` in train mode.
-
-        Args:
-            step: that the run has resumed from.
 
         Yields:
             After every batch, the same on all ranks: the number of batches computed so far.
@@ -72,17 +68,22 @@ class Objective:
         """Let all ranks know what each has computed in `prepare` so far."""
         raise NotImplementedError
 
-    def check_first_step(
-        self, losses: Losses, n_terms: int, world: World, compute_dtype: torch.dtype | None
-    ) -> str | None:
-        """Return a line on what the first step has computed before its update.
+    def before_update(
+        self,
+        losses: Losses,
+        n_terms: int,
+        world: World,
+        compute_dtype: torch.dtype | None,
+        log: Callable[[str], None],
+    ) -> None:
+        """Check what a step has computed, before it changes the weights.
 
         Args:
             losses: of this rank.
             n_terms: of all ranks.
 
         Raises:
-            RunError: it does not start from the initial weights.
+            RunError: the first one to change them does not start from the initial weights.
         """
 
 

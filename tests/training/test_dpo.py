@@ -492,8 +492,17 @@ def test_other_validation_data_are_another_run(sources: Sources, tmp_path: Path)
     assert "different run" in refused.stderr
 
 
-@pytest.mark.parametrize("shift", ["-0.1", "10 * (pairs.replies[0::2] // 2 % 2) - 5"])
-def test_a_wrong_reference_is_refused(shift: str, sources: Sources, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shift", "changes"),
+    [
+        ("-0.1", {}),
+        ("10 * (pairs.replies[0::2] // 2 % 2) - 5", {}),
+        ("-0.1", {"skip_steps": [[1, 2]]}),
+    ],
+)
+def test_a_wrong_reference_is_refused(
+    shift: str, changes: dict[str, Any], sources: Sources, tmp_path: Path
+) -> None:
     script = f"""
 from lm.objectives.dpo import DPO
 compute = DPO.compute_reference
@@ -502,7 +511,7 @@ def compute_wrongly(self, model, pairs):
     self.reference[pairs.replies[0::2]] += {shift}
 DPO.compute_reference = compute_wrongly
 """
-    refused = run_fsdp(tmp_path, config=sources.settings(), script=script, code=1)
+    refused = run_fsdp(tmp_path, config=sources.settings(**changes), script=script, code=1)
     assert "differs from its reference" in refused.stderr
 
 
