@@ -26,7 +26,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -196,6 +195,7 @@ def execute(
     ):
         trainer = Trainer(run, world, core_context, store, watchdog, logger)
         trainer.open_session(trainer.load_state())
+        trainer.prepare_objective()
         trainer.train()
         logger.set_status("stopped" if trainer.stopping else "completed")
     return trainer.finish()
@@ -225,7 +225,8 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=amp_dtype,
-            reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),  # of gradients
+            # Of gradients. By default float32, also where `param_dtype` is not.
+            reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),
             # Embeddings already have the dtype of forward, and rotary angles have to stay float32.
             cast_forward_inputs=False,
         ),
@@ -275,7 +276,7 @@ class Trainer:
         self.step = 0
         """completed steps"""
         self.data_start = 0
-        """those before its data: a branch reads other data from their first sample"""
+        """those on earlier data: a branch reads other data from their first sample"""
         self.stopping = False
         """whether the ranks have agreed to stop: after this step, or in an evaluation"""
         self.at_stop_step = False
@@ -288,7 +289,7 @@ class Trainer:
         transfer = Transfer.of(hp.transfer, hp.model, hp.optim.optimizer)
         self.model = build_model(hp, world.device_mesh(run.mesh), run.amp_dtype)
         parallelize.initialize_parameters(self.model, run.seed, transfer)
-        for line in [*run.notes(), run.summary(world)]:
+        for line in [*world.on_rank0(run.notes), run.summary(world)]:
             logger.info(line)
         self.optimizer = optim.Optimizer(hp.optim, self.model, transfer, run.amp_dtype)
         self.balance = ExpertBalance(self.model, world)
@@ -296,6 +297,8 @@ class Trainer:
         self.spikes = skipping.SpikeFilter(hp.skipping, world.device)
         # The ranks that compute the same sequences, each a part of their tokens.
         self.context_group = world.context_group(hp.parallel.context_parallel)
+        # Global batch k holds the same samples on any number of ranks, each of which reads its
+        # slice. Only streams (`dataset: hf`) are divided otherwise on another number of ranks.
         self.loader = Loader(
             hp.data,
             run.data,
@@ -309,6 +312,11 @@ class Trainer:
         if hp.objective.of_pairs:
             self.objective = DPO(hp.objective, run.data.n_replies, world.device)
         self.checkpointer = Checkpointer(hp.checkpoint, store, world, run.tokenizer_files)
+        if run.trains:
+            host_bytes = self.checkpointer.allocate(self.state())
+            if host_bytes > 0:
+                size = format_bytes(host_bytes)
+                logger.info(f"asynchronous checkpoints: {size} of host memory per node")
         ideal_seconds_per_token = run.ideal_seconds_per_token(world.device)  # for the MFU
         self.accumulator = MetricsAccumulator(
             world.device, world, ideal_seconds_per_token, self.objective.statistics
@@ -331,34 +339,24 @@ class Trainer:
     def load_state(self) -> TrainingProgress:
         """Load what the session continues from: a checkpoint, pretrained weights, both, or neither.
 
-        The hyperparameter `resume` is auto (the newest checkpoint of this run), fresh (none), or
-        the path or URL of one, also of another run. `lm.resume` has made it a list, newest first:
-        a checkpoint whose files do not match their checksums is skipped, and the next one is
-        loaded; if all are damaged, the run is refused. Without one, the run starts at step 0.
+        The hyperparameter `resume`, and whether a launcher restarts the run, say which checkpoint:
 
-        Off the cluster, a start that resumes from none of the run's checkpoints is recorded in
-        `state.json`, and what an earlier run has left is moved aside, once all is loaded.
+        auto            the newest of this run, or none if it has none
+        fresh           none: the run starts at step 0
+        a path or URL   that one, also of another run: weights, optimizer, step, place in the data
+        any, restarted  the newest of this run, if it has one: a restart never goes back
+
+        `preflight` has listed them, newest first. One whose files do not match their checksums is
+        skipped, and the next one is loaded; if all are damaged, the run is refused.
         """
         run = self.run
-        if run.trains:
-            host_bytes = self.checkpointer.allocate(self.state())
-            if host_bytes > 0:
-                size = format_bytes(host_bytes)
-                self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
-        if run.new_state is not None:  # in case it is killed meanwhile
-            self.world.on_rank0(self.store.record_early, run.new_state)
-        self.load_pretrained()
-        progress = load_checkpoint(
-            run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
-        )
-        notes = [self.loader.load_state(progress.dataset_state)]
-        notes.append(self.world.on_rank0(run.lost_progress))
-        if run.new_state is not None:
-            begin = partial(self.store.begin_run, run.new_state, fresh=run.resume_plan.fresh)
-            self.world.run_in_thread_on_rank0(begin)
-        for note in notes:
-            if note is not None:
-                self.logger.info(note)
+        log = self.logger.info
+        with run.recording_start(self.store, self.world):
+            self.load_pretrained()
+            progress = load_checkpoint(
+                run.resume_plan, self.checkpointer, self.state(), run.info, log
+            )
+            self.loader.load_state(progress.dataset_state, log)
         return progress
 
     def load_pretrained(self) -> None:
@@ -385,6 +383,7 @@ class Trainer:
     def open_session(self, progress: TrainingProgress) -> None:
         """Continue from `progress`: record the session, open the logs, and let signals stop it."""
         run = self.run
+        values = run.info.hyperparameters
         self.step = progress.step
         self.data_start = progress.data_start
         if run.trains:
@@ -392,12 +391,37 @@ class Trainer:
             self.sampled = progress.sampled
         if run.run_dir is not None:
             session = run.session(self.world, self.step)
-            self.world.on_rank0(run.run_dir.add_session, run.info.hyperparameters, session)
+            self.world.on_rank0(run.run_dir.add_session, values, session)
         missing = progress.missing_reports()
-        values = run.info.hyperparameters
         self.stop_signals.install()  # before this, there is nothing to save
         self.logger.open(self.step, missing, values, distinguishing(values))
         self.accumulator.reset(progress.metric_sums)  # last, as it starts the clock
+
+    def prepare_objective(self) -> None:
+        """Compute what the objective needs of the initial weights: for DPO, its reference.
+
+        Checkpoints hold it, so only a run that starts does this. It takes a pass over the data, in
+        which it is saved as often as the weights are later, and if the run is asked to stop.
+        """
+        if not self.objective.needs_preparation(self.step):
+            return
+        micro_steps = count_micro_steps(self.hp, self.world.size)
+        batches_per_save = self.hp.checkpoint.checkpoint_rate * micro_steps
+        self.model.train()  # for the kernels of a step
+        with self.logger.status("preparing the objective"):
+            batches = self.objective.prepare(self.model, self.loader, self.world, self.logger.info)
+            for n_batches in self.until_stopped(batches):
+                if n_batches % batches_per_save == 0:
+                    self.save_objective()
+            if self.stopping:
+                self.save_objective()
+        self.accumulator.reset()  # again: no step has begun
+
+    def save_objective(self) -> None:
+        """Save what the objective has prepared so far, with the initial weights."""
+        self.objective.exchange(self.world)
+        self.accumulator.reset()  # again: no step has begun
+        self.save(wait=True)
 
     def train(self) -> None:
         """Train to the last step, or until asked to stop, under the profilers that are on."""
@@ -433,7 +457,6 @@ class Trainer:
         # `setup_environment` disabled automatic collection, which would stop the ranks at
         # different times. `log_training` collects, and need not look at what exists now.
         gc.freeze()
-        self.prepare_objective()
         self.complete_resumed_step()
         self.stop_where_configured()
         self.model.train()
@@ -464,32 +487,6 @@ class Trainer:
             if self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate):
                 ends_here = self.stopping or self.step == self.run.max_steps
                 self.save(wait=ends_here or not self.hp.checkpoint.async_checkpoint)
-
-    def prepare_objective(self) -> None:
-        """Compute what the objective needs of the initial weights, unless a checkpoint has it.
-
-        It is saved as often as the weights are later, and if the run is asked to stop.
-        """
-        if not self.objective.needs_preparation(self.step):
-            return
-        micro_steps = count_micro_steps(self.hp, self.world.size)
-        batches_per_save = self.hp.checkpoint.checkpoint_rate * micro_steps
-        self.model.train()  # for the kernels of a step
-        with self.logger.status("preparing the objective"):
-            batches = self.objective.prepare(self.model, self.loader, self.world, self.logger.info)
-            for n_batches in self.until_stopped(batches):
-                if n_batches % batches_per_save == 0:
-                    self.save_objective()
-            if self.stopping:
-                self.save_objective()
-        self.accumulator.reset()  # again: no step has begun
-
-    def save_objective(self) -> None:
-        """Save what the objective has prepared so far, with the initial weights."""
-        self.objective.exchange(self.world)
-        if self.run.trains:
-            self.accumulator.reset()  # again: no step has begun
-            self.save(wait=True)
 
     def forward_backward(self, batch: Batch) -> Losses:
         """Accumulate the gradients of all micro-batches. Return the sums of this rank's terms."""
@@ -558,19 +555,20 @@ class Trainer:
             self.stopping = True
             self.at_stop_step = True
 
+    def stop_if_asked(self) -> None:
+        """Set `stopping` if any rank was asked to stop, on all ranks together."""
+        self.stopping = self.world.any_rank(self.asked_to_stop())
+
     def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield `items`, as many on every rank, until the ranks agree after one of them to stop."""
+        """Yield `items`, as many on every rank, and after each of them `stop_if_asked`."""
         for item in items:
             yield item
-            self.stopping = self.world.any_rank(self.asked_to_stop())
+            self.stop_if_asked()
             if self.stopping:
                 return
 
     def is_due(self, rate: int | None) -> bool:
-        """Return whether what is done every `rate` steps, and after the last one, is due now.
-
-        None = never.
-        """
+        """Return whether this step is a multiple of `rate` or the last one. None = never."""
         if rate is None:
             return False
         if self.step >= self.run.max_steps:
@@ -587,7 +585,7 @@ class Trainer:
         self.evaluate()
         has_evaluated = (self.validation_loss, self.sampled) != in_checkpoint
         is_due = self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate)
-        if has_evaluated and self.run.trains and is_due:
+        if has_evaluated and is_due:
             self.save(wait=True)
 
     def log_training(self) -> None:
@@ -626,9 +624,9 @@ class Trainer:
         )
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
-            for number, batch in self.until_stopped(self.loader.validation()):
-                losses = self.objective.losses(self.model, batch)
-                sums.add(number, losses.loss_sum, batch.n_terms, losses.statistics)
+            for number, micro_batch in self.until_stopped(self.loader.validation()):
+                losses = self.objective.losses(self.model, micro_batch)
+                sums.add(number, losses.loss_sum, micro_batch.n_terms, losses.statistics)
             if self.stopping:
                 return
             metrics = sums.metrics()
@@ -646,7 +644,7 @@ class Trainer:
         self.validation_loss = loss
         with self.accumulator.paused():
             if self.search_stop.decides_after(self.step):  # waits until the search has decided
-                self.stopping = self.world.any_rank(self.asked_to_stop())
+                self.stop_if_asked()
 
     def score_tasks(self) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task; less if asked to stop."""
@@ -689,9 +687,11 @@ class Trainer:
         """Start to save a checkpoint once the last one is committed; `wait` commits this one too.
 
         Every rank writes its shards to a file, which the store saves through Core API's checkpoint
-        context. When all files are complete, rank 0 deletes the checkpoints that keep_checkpoints
-        does not keep.
+        context. When all files are complete, rank 0 deletes old checkpoints, except the newest
+        `keep_checkpoints` and the best by validation loss.
         """
+        if not self.run.trains:  # nothing to resume
+            return
         metric_sums = self.accumulator.state_dict()  # without the time of this save
         with self.accumulator.saving(), self.logger.status("saving"):
             if self.checkpointer.is_pending:

@@ -9,7 +9,8 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,6 @@ from lm.resume import (
     plan_resume,
 )
 from lm.runtime.run_dir import RunDir
-from lm.runtime.run_state import RunState
 from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
@@ -146,20 +146,22 @@ class ResolvedRun:
     def trains(self) -> bool:
         return self.max_steps > 0
 
-    @property
-    def new_state(self) -> RunState | None:
-        """What is recorded of a new start, unless it neither trains nor moves files aside."""
-        if self.trains or self.resume_plan.fresh:
-            return self.resume_plan.new_state
-        return None
+    @contextmanager
+    def recording_start(self, store: CheckpointStore, world: World) -> Iterator[None]:
+        """Record in `state.json` what the run starts from, which is loaded in the block.
 
-    def lost_progress(self) -> str | None:
-        """Return a line if the run starts at step 0 that has been started before."""
-        if not self.trains:
-            return None
-        metrics = None if self.run_dir is None else self.run_dir.metrics
-        is_restart = len(restart_ids(os.environ)) > 0
-        return describe_lost_progress(self.resume_plan, is_restart, metrics)
+        Not if it resumes from a checkpoint of this run, nor on a cluster, where the platform knows.
+        What an earlier run has left is moved aside after the block: if the block fails, it is where
+        it was.
+        """
+        state = self.resume_plan.new_state
+        fresh = self.resume_plan.fresh
+        if state is None or not (self.trains or fresh):
+            yield
+            return
+        world.on_rank0(store.record_early, state)  # in case the block is killed
+        yield
+        world.run_in_thread_on_rank0(partial(store.begin_run, state, fresh=fresh))
 
     @property
     def sample_rate(self) -> int | None:
@@ -202,7 +204,9 @@ class ResolvedRun:
     def is_complete(self, store: CheckpointStore, world: World) -> bool:
         """Return whether nothing is left to do; if so, print how to extend the run."""
         samples = self.sample_rate is not None
-        return is_complete(self.resume_plan, store, self.info, self.max_steps, samples, world)
+        return is_complete(
+            self.resume_plan, store, self.info, self.max_steps, samples, world
+        )
 
     @property
     def stop_ids(self) -> Collection[int]:
@@ -247,7 +251,9 @@ class ResolvedRun:
             "max_steps": self.max_steps,
         }
         # Figures of an examination differ between kinds of CPUs.
-        info = self.info.model_dump(exclude={"model": {"examined": {"details", "versions"}}})
+        info = self.info.model_dump(
+            exclude={"model": {"examined": {"details", "versions"}}}
+        )
         facts |= info.pop("hyperparameters")
         facts |= info.pop("data")
         return facts | info
@@ -280,7 +286,7 @@ class ResolvedRun:
         }
 
     def notes(self) -> list[str]:
-        """Return lines on what the user may not expect of the data, the memory and the rates."""
+        """Return, on rank 0, lines on what the user may not expect."""
         hp = self.hp
         notes = list(self.data.notes)
         if isinstance(hp.model, TransformersConfig):
@@ -290,6 +296,10 @@ class ResolvedRun:
         for task in self.tasks:
             notes += task.notes()
         notes += self.memory.notes()
+        if self.trains:
+            metrics = None if self.run_dir is None else self.run_dir.metrics
+            is_restart = len(restart_ids(os.environ)) > 0
+            notes += describe_lost_progress(self.resume_plan, is_restart, metrics)
         if 0 < self.max_steps < hp.optim.warmup_steps:
             lasts = (
                 f"warmup_steps {hp.optim.warmup_steps:g} is more than max_steps {self.max_steps}"
@@ -438,8 +448,10 @@ def preflight(
         if checked is not None:
             check_searcher(checked, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))
-    if dry_run and world.rank == 0:
-        print("\n".join([run.summary(world), *run.notes()]))
+    if dry_run:
+        notes = world.on_rank0(run.notes)
+        if world.rank == 0:
+            print("\n".join([run.summary(world), *notes]))
     return run
 
 

@@ -327,7 +327,7 @@ def describe_fork(saved: Manifest, run_info: RunInfo) -> str:
 
 
 @oserror_as_config_error
-def describe_lost_progress(plan: ResumePlan, restarted: bool, metrics: Path | None) -> str | None:
+def describe_lost_progress(plan: ResumePlan, restarted: bool, metrics: Path | None) -> list[str]:
     """Return a line if a run starts at step 0 that has been started before.
 
     Args:
@@ -335,16 +335,16 @@ def describe_lost_progress(plan: ResumePlan, restarted: bool, metrics: Path | No
         metrics: the run's reports; None on a cluster.
     """
     if plan.resume_candidates or plan.fresh:
-        return None
+        return []
     if metrics is None:
         if not restarted:
-            return None
+            return []
         problem = "the trial was started before, but Determined passes no checkpoint of it"
-        return f"{problem} (none was completed, or all were deleted): starts at step 0"
+        return [f"{problem} (none was completed, or all were deleted): starts at step 0"]
     last = max((report.step for report in read_records(metrics, Report)), default=0)
     if last == 0:
-        return None
-    return f"{metrics}: reports of {last} steps, but no checkpoint of the run: starts at step 0"
+        return []
+    return [f"{metrics}: reports of {last} steps, but no checkpoint of the run: starts at step 0"]
 
 
 def _resume_from(

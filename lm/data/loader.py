@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -135,18 +135,19 @@ class Loader:
             )
         return n_bytes
 
-    def load_state(self, states: Sequence[StreamState] | None) -> str | None:
-        """Set the position of streams; return a note for the log.
+    def load_state(self, states: Sequence[StreamState] | None, log: Callable[[str], None]) -> None:
+        """Set the position of streams; `log` receives a line if it is not exact.
 
         Args:
             states: those of all data-parallel ranks that saved.
         """
         if not states or self.stream_state is None:
-            return None
+            return
         self.stream_state, note = resume_streams(
             states, self._dp_rank, self._dp_size, self._data_workers
         )
-        return note
+        if note is not None:
+            log(note)
 
     def training(self, start_step: int) -> Iterator[Batch]:
         """Yield batches from step `start_step` on, endlessly."""
