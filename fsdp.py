@@ -354,7 +354,7 @@ class Trainer:
         with run.recording_start(self.store, self.world):
             self.load_pretrained()
             progress = load_checkpoint(
-                run.resume_plan, self.checkpointer, self.state(), run.info, log
+                run.resume_plan, self.checkpointer, self.state(), run.manifest_info, log
             )
             self.loader.load_state(progress.dataset_state, log)
         return progress
@@ -383,7 +383,7 @@ class Trainer:
     def open_session(self, progress: TrainingProgress) -> None:
         """Continue from `progress`: record the session, open the logs, and let signals stop it."""
         run = self.run
-        values = run.info.hyperparameters
+        values = run.manifest_info.hyperparameters
         self.step = progress.step
         self.data_start = progress.data_start
         if run.trains:
@@ -410,14 +410,14 @@ class Trainer:
         self.model.train()  # for the kernels of a step
         with self.logger.status("preparing the objective"):
             batches = self.objective.prepare(self.model, self.loader, self.world, self.logger.info)
-            for n_batches in self.until_stopped(batches):
+            for n_batches in self.stoppable(batches):
                 if n_batches % batches_per_save == 0:
-                    self.save_objective()
+                    self.save_prepared()
             if self.stopping:
-                self.save_objective()
+                self.save_prepared()
         self.accumulator.reset()  # again: no step has begun
 
-    def save_objective(self) -> None:
+    def save_prepared(self) -> None:
         """Save what the objective has prepared so far, with the initial weights."""
         self.objective.exchange(self.world)
         self.accumulator.reset()  # again: no step has begun
@@ -466,7 +466,7 @@ class Trainer:
                 batch = next(batches)
             if self.hp.skipping.lists_step(self.step + 1):
                 vote = self.start_vote()
-                self.accumulator.add_skipped()
+                self.accumulator.add_listed_step()
             else:
                 losses = self.forward_backward(batch)
                 vote = self.start_vote()  # the update hides the time that it takes
@@ -480,11 +480,11 @@ class Trainer:
             self.stopping, is_writing = vote.wait()  # so that all ranks stop after this step
             if self.checkpointer.is_pending and not is_writing:
                 self.commit()
-            if self.is_due(self.hp.metrics.report_rate):
+            if self.is_due_or_last(self.hp.metrics.report_rate):
                 self.log_training()
             self.evaluate()
             self.stop_where_configured()
-            if self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate):
+            if self.stopping or self.is_due_or_last(self.hp.checkpoint.checkpoint_rate):
                 ends_here = self.stopping or self.step == self.run.max_steps
                 self.save(wait=ends_here or not self.hp.checkpoint.async_checkpoint)
 
@@ -493,7 +493,7 @@ class Trainer:
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
         # FSDP averages the gradients of the ranks' sums. Times this, they are those of the mean
         # over the terms of all ranks and micro-batches: targets, or pairs of replies.
-        sums_to_mean = self.world.size / batch.n_terms
+        sums_to_mean = self.world.size / batch.n_global_terms
         loss_sum = torch.zeros((), device=self.world.device)
         n_statistics = len(self.objective.statistics)
         statistics = torch.zeros(n_statistics, dtype=torch.float64, device=self.world.device)
@@ -516,13 +516,13 @@ class Trainer:
         The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
         """
         self.objective.before_update(
-            losses, batch.n_terms, self.world, self.run.amp_dtype, self.logger.info
+            losses, batch.n_global_terms, self.world, self.run.amp_dtype, self.logger.info
         )
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
         grad_norm, nonfinite = self.optimizer.measure_gradients(self.scaler.scale)
         divisor = self.optimizer.clipping_divisor(grad_norm, self.scaler.scale)
         skipped = self.spikes.find_skipped(
-            self.world, losses.loss_sum, batch.n_terms, grad_norm, nonfinite
+            self.world, losses.loss_sum, batch.n_global_terms, grad_norm, nonfinite
         )
         self.checkpointer.wait_for_copy()  # as the optimizer changes what it copies
         self.optimizer.step(lr, divisor, skipped)
@@ -531,7 +531,7 @@ class Trainer:
         self.scaler.update(nonfinite)
         self.accumulator.add(
             losses.loss_sum,
-            batch.n_terms,
+            batch.n_global_terms,
             self.run.tokens_per_step,
             grad_norm,
             skipped,
@@ -559,7 +559,7 @@ class Trainer:
         """Set `stopping` if any rank was asked to stop, on all ranks together."""
         self.stopping = self.world.any_rank(self.asked_to_stop())
 
-    def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
+    def stoppable(self, items: Iterable[T]) -> Iterator[T]:
         """Yield `items`, as many on every rank, and after each of them `stop_if_asked`."""
         for item in items:
             yield item
@@ -567,7 +567,7 @@ class Trainer:
             if self.stopping:
                 return
 
-    def is_due(self, rate: int | None) -> bool:
+    def is_due_or_last(self, rate: int | None) -> bool:
         """Return whether this step is a multiple of `rate` or the last one. None = never."""
         if rate is None:
             return False
@@ -584,7 +584,7 @@ class Trainer:
         in_checkpoint = self.validation_loss, self.sampled
         self.evaluate()
         has_evaluated = (self.validation_loss, self.sampled) != in_checkpoint
-        is_due = self.stopping or self.is_due(self.hp.checkpoint.checkpoint_rate)
+        is_due = self.stopping or self.is_due_or_last(self.hp.checkpoint.checkpoint_rate)
         if has_evaluated and is_due:
             self.save(wait=True)
 
@@ -606,9 +606,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Validate and sample where that is due and not yet done, unless the run is stopping."""
         is_validated = self.validation_loss is not None
-        if not self.stopping and not is_validated and self.is_due(self.run.validation_rate):
+        if not self.stopping and not is_validated and self.is_due_or_last(self.run.validation_rate):
             self.validate()
-        if not self.stopping and not self.sampled and self.is_due(self.run.sample_rate):
+        if not self.stopping and not self.sampled and self.is_due_or_last(self.run.sample_rate):
             self.sample()
 
     def validate(self) -> None:
@@ -624,7 +624,7 @@ class Trainer:
         )
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
-            for number, micro_batch in self.until_stopped(self.loader.validation()):
+            for number, micro_batch in self.stoppable(self.loader.validation()):
                 losses = self.objective.losses(self.model, micro_batch)
                 sums.add(number, losses.loss_sum, micro_batch.n_terms, losses.statistics)
             if self.stopping:
@@ -635,7 +635,7 @@ class Trainer:
             problem = f"validation loss is {loss} at step {self.step}"
             raise ConfigError(f"{problem}: lower lr or set grad_clip")
         metrics["batches"] = self.step  # of training: the time metric of a search
-        if self.is_due(self.run.eval_rate):
+        if self.is_due_or_last(self.run.eval_rate):
             metrics |= self.score_tasks()
             if self.stopping:
                 return
@@ -652,7 +652,7 @@ class Trainer:
         with self.accumulator.paused(), self.logger.status("scoring tasks"):
             for task in self.run.tasks:
                 scorer = Scorer(task, self.model, self.world)
-                for _ in self.until_stopped(scorer.score()):  # in eval mode, without gradients
+                for _ in self.stoppable(scorer.score()):  # in eval mode, without gradients
                     pass
                 if self.stopping:
                     break
@@ -674,7 +674,7 @@ class Trainer:
                 seed=self.run.seed,
                 settings=sampling.SAMPLES,
             )
-            tokens = list(self.until_stopped(continuation))
+            tokens = list(self.stoppable(continuation))
             if self.stopping:
                 return
             self.model.train()
@@ -709,7 +709,7 @@ class Trainer:
                 dataset_state=dataset_state,
                 metric_sums=self.world.all_gather_object(metric_sums),
             )
-            self.checkpointer.save(self.state(), self.run.info, progress)
+            self.checkpointer.save(self.state(), self.run.manifest_info, progress)
             if wait:
                 self.commit()
 

@@ -130,7 +130,7 @@ class ResolvedRun:
     """steps between validations"""
     tasks: Sequence[TokenizedTask]
     """that score the model in validations"""
-    info: RunInfo
+    manifest_info: RunInfo
     """what a checkpoint says of the run"""
     initial_weights: InitialWeights
     resume_plan: ResumePlan
@@ -205,7 +205,7 @@ class ResolvedRun:
         """Return whether nothing is left to do; if so, print how to extend the run."""
         samples = self.sample_rate is not None
         return is_complete(
-            self.resume_plan, store, self.info, self.max_steps, samples, world
+            self.resume_plan, store, self.manifest_info, self.max_steps, samples, world
         )
 
     @property
@@ -251,7 +251,7 @@ class ResolvedRun:
             "max_steps": self.max_steps,
         }
         # Figures of an examination differ between kinds of CPUs.
-        info = self.info.model_dump(
+        info = self.manifest_info.model_dump(
             exclude={"model": {"examined": {"details", "versions"}}}
         )
         facts |= info.pop("hyperparameters")
@@ -260,13 +260,14 @@ class ResolvedRun:
 
     def inputs(self) -> dict[str, Any]:
         """Return what the run's results depend on, besides its hyperparameters."""
-        return fingerprint_inputs(self.hp, self.data, self.info.tasks)
+        return fingerprint_inputs(self.hp, self.data, self.manifest_info.tasks)
 
     def session(self, world: World, step: int) -> dict[str, Any]:
         """Return what the report says of a start after `step` steps: command, versions, machine."""
         inputs = None
         if RECORD_INPUTS in os.environ:
             inputs = world.run_in_thread_on_rank0(self.inputs)
+        info = self.manifest_info
         device = f"CPU of {usable_cores()} cores"
         n_gpus = 0
         if world.device.type == "cuda":
@@ -281,7 +282,7 @@ class ResolvedRun:
             "host": socket.gethostname(),
             "command": shlex.join(sys.argv),
             "versions": find_versions(),
-            "validation_data": f"{self.info.data['validation']}; tokenizer {self.info.tokenizer}",
+            "validation_data": f"{info.data['validation']}; tokenizer {info.tokenizer}",
             "inputs": inputs,
         }
 
@@ -436,7 +437,7 @@ def preflight(
             global_batch_size=batch_size,
             validation_rate=validation_rate,
             tasks=_tokenize(tasks, hp.model, data),
-            info=info,
+            manifest_info=info,
             initial_weights=initial_weights,
             resume_plan=resume_plan,
             trial=trial,

@@ -124,7 +124,7 @@ class SampleBatch(NamedTuple):
     """The samples of one rank in one global batch."""
 
     samples: list[Sample]
-    n_terms: int
+    n_global_terms: int
     """terms of the loss of all ranks: targets that are not ignored, or pairs"""
     stream_state: StreamState | None = None
     """where the streams of this rank are after this batch; None = sampled datasets"""

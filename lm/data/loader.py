@@ -85,8 +85,8 @@ class Batch(NamedTuple):
     """One rank's part of a global batch: `SampleBatch` on the device."""
 
     micro_batches: Sequence[MicroBatch | PairBatch]
-    n_terms: int
-    """terms of the loss of all ranks: targets that are not ignored"""
+    n_global_terms: int
+    """terms of the loss of all ranks and micro-batches: targets that are not ignored, or pairs"""
     stream_state: StreamState | None
     """where the streams of this rank are after this batch; None = sampled datasets"""
 

@@ -152,8 +152,8 @@ class MetricsAccumulator:
         self.n_steps += 1
         self._n_tokens += n_tokens
 
-    def add_skipped(self) -> None:
-        """Add a step of `skip_steps`, in which nothing was computed."""
+    def add_listed_step(self) -> None:
+        """Add a step that `skip_steps` lists, in which nothing was computed."""
         self._sums[SUMS.index("n_skipped")] += 1
         self.n_steps += 1
 

@@ -427,7 +427,7 @@ def test_jsonl_samples_that_are_all_too_long_are_refused(packing: bool, tmp_path
         open_lines(tmp_path, *lines, packing=packing, loss_on="completion")
     data = open_lines(tmp_path, *lines, packing=packing, loss_on="completion", seq_len=11)
     batch = next(Loader(config(), data, 1, 0, 1, CPU).training(0))
-    assert batch.n_terms == (batch.micro_batches[0].targets != IGNORE_INDEX).sum() > 0
+    assert batch.n_global_terms == (batch.micro_batches[0].targets != IGNORE_INDEX).sum() > 0
 
 
 def test_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
         int((sample.targets != IGNORE_INDEX).sum()) for batch in batches for sample in batch.samples
     ]
     assert len(counts) == 4
-    assert batches[0].n_terms == batches[1].n_terms == sum(counts)
+    assert batches[0].n_global_terms == batches[1].n_global_terms == sum(counts)
 
 
 def first_ids(dataset: Dataset) -> list[str]:

@@ -345,7 +345,7 @@ def test_queries_come_before_the_targets_of_each_reply(tmp_path: Path) -> None:
     batch = next(Loader(config, data, 2, 0, 1, torch.device("cpu")).training(0))
     (pairs,) = batch.micro_batches
     assert isinstance(pairs, PairBatch)
-    assert batch.n_terms == pairs.n_terms == len(pairs.lengths) // 2
+    assert batch.n_global_terms == pairs.n_terms == len(pairs.lengths) // 2
     assert pairs.lengths_on_device.tolist() == pairs.lengths
     assert pairs.document_ids is not None
     inputs = pairs.inputs.flatten()

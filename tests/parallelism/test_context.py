@@ -123,9 +123,9 @@ def compute_gradients(
         loss_sum = torch.zeros(())
         for micro_batch in batch.micro_batches:
             loss = NextToken().losses(model, micro_batch).minimized_sum
-            (loss * (world.size / batch.n_terms)).backward()
+            (loss * (world.size / batch.n_global_terms)).backward()
             loss_sum += loss.detach()
-        gradients = {"loss": (world.all_gather(loss_sum).sum() / batch.n_terms).numpy()}
+        gradients = {"loss": (world.all_gather(loss_sum).sum() / batch.n_global_terms).numpy()}
         for name, parameter in model.named_parameters():
             assert isinstance(parameter.grad, DTensor)
             gradients[name] = parameter.grad.full_tensor().numpy()
@@ -214,11 +214,11 @@ def compute_gradients_of_pairs(
     statistics = torch.zeros(len(dpo.statistics), dtype=torch.float64)
     for micro_batch in batch.micro_batches:
         losses = dpo.losses(model, micro_batch)
-        (losses.minimized_sum * (world.size / batch.n_terms)).backward()
+        (losses.minimized_sum * (world.size / batch.n_global_terms)).backward()
         loss_sum += losses.loss_sum.detach().float()
         statistics += losses.statistics
     found = {
-        "loss": (world.all_gather(loss_sum).sum() / batch.n_terms).numpy(),
+        "loss": (world.all_gather(loss_sum).sum() / batch.n_global_terms).numpy(),
         "statistics": world.all_gather(statistics).sum(dim=0).numpy(),
         "reference": dpo.reference.numpy(),
     }
