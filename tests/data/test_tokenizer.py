@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -521,14 +519,14 @@ UNK, BOS, EOS = 0, 1, 2
     [
         ({"top_p": 0.9}, [7, 9], {7, 9}),
         ({"eos_token_id": None}, 7, {7}),
-        ({"eos_token_id": 8}, [7, 8], {7, 8}),
-        ({"eos_token_id": [8, 9]}, 7, {7, 8, 9}),
+        ({"eos_token_id": 8}, [7, 8], {8}),
+        ({"eos_token_id": [8, 9]}, 7, {8, 9}),
         (None, 3, {3}),
         (None, 0, {0}),
         ({"eos_token_id": 8}, None, {8}),
     ],
 )
-def test_stop_ids_are_those_of_all_files(
+def test_stop_ids_are_those_of_generation_config_or_config(
     generation: dict[str, Any] | None, model: Any, stop_ids: set[int], tmp_path: Path
 ) -> None:
     (tmp_path / TOKENIZER_JSON).write_bytes(llama_tokenizer())
@@ -595,9 +593,9 @@ def test_tokenizer_files_of_wrong_types_are_named(contents: dict[str, Any], part
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/a.jinja"])
-def test_chat_template_that_is_not_utf8_is_named(name: str) -> None:
+def test_chat_template_that_is_not_utf8_is_refused(name: str) -> None:
     files = {TOKENIZER_JSON: byte_level_tokenizer(), name: b"\xff"}
-    with pytest.raises(ConfigError, match=f"^tokenizer: test: {re.escape(name)}: byte 0 "):
+    with pytest.raises(ConfigError, match=r"^tokenizer: test: transformers cannot use it: .*0xff"):
         use_for_chat(FileTokenizer(files, "test"))
 
 
@@ -627,8 +625,7 @@ def test_load_tokenizer_of_a_file_or_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("./none", str(Path.cwd())),
-        ("none.json", str(Path.cwd())),
+        ("./none", "no such file or directory, .*OWNER"),
         ("acme/none", "hf download acme/none "),
         ("a b", "OWNER"),
     ],
@@ -653,11 +650,10 @@ def test_load_tokenizer_refuses_files_it_cannot_use(tmp_path: Path) -> None:
             lambda: FileTokenizer({TOKENIZER_JSON: good, "generation_config.json": b"{"}, "test"),
             "test: generation_config.json: ",
         ),
-        (lambda: from_files(b""), "test: tokenizer.json: not valid JSON: "),
-        (lambda: from_files(b"<html>"), "test: tokenizer.json: not valid JSON: "),
-        (lambda: from_files(b"{\xff"), "test: tokenizer.json: byte 1 is not UTF-8"),
-        (lambda: from_files(codecs.BOM_UTF8 + good), "test: tokenizer.json: .* UTF-8 BOM"),
-        (lambda: from_files(good.decode().encode("utf-16")), "test: tokenizer.json: byte 0 is not"),
+        (lambda: from_files(b""), "test: transformers cannot use it: "),
+        (lambda: from_files(b"<html>"), "test: transformers cannot use it: "),
+        (lambda: from_files(b"{\xff"), "test: transformers cannot use it: .*0xff"),
+        (lambda: from_files(good.decode().encode("utf-16")), "test: transformers cannot use it: "),
         (lambda: from_files(good, {"eos_token": ["</s>"]}), "test: .* eos_token has to be"),
         (lambda: from_files(no_eos), "test: .*no end-of-text token; .*tokenizer_config.json"),
     ):

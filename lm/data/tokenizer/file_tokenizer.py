@@ -23,7 +23,7 @@ from lm.data.tokenizer.files import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     as_list,
-    parse_tokenizer_json,
+    parse_object,
 )
 from lm.data.tokenizer.library import Library
 from lm.data.tokenizer.text_bytes import TextBytes
@@ -80,7 +80,7 @@ class FileTokenizer:
         """variables of the chat template; see `ChatTemplate.render`"""
         vocabulary = self._library.encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
-        digest = hashlib.sha256(files[TOKENIZER_JSON] + self._library.differences)
+        digest = hashlib.sha256(self._library.encoder.to_str().encode())
         self.identity = f"{self.vocab_size} tokens, sha256 {digest.hexdigest()}"
         self.eos_id: int = self._find_eos_id(vocabulary)
         self.bos_id: int | None = self._library.tokenizer.bos_token_id
@@ -89,11 +89,7 @@ class FileTokenizer:
 
     def _read_object(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file, {} if there is none."""
-        where = f"{self._name}: {name}"
-        content = parse_tokenizer_json(self.files.get(name, b"{}"), where)
-        if not isinstance(content, dict):
-            raise ConfigError(f"tokenizer: {where}: is not a JSON object")
-        return content
+        return parse_object(self.files.get(name, b"{}"), f"{self._name}: {name}")
 
     def _find_eos_id(self, vocabulary: Mapping[str, int]) -> int:
         if self._library.tokenizer.eos_token_id is not None:
@@ -106,10 +102,9 @@ class FileTokenizer:
 
     def _check_declared_ids(self, config: Mapping[str, Any]) -> None:
         """Raise ConfigError for a token that the library gives another id than is declared."""
-        declared: dict[str, int] = {}
         with self._library.errors():
-            for i, token in config.get("added_tokens_decoder", {}).items():
-                declared[token.get("content", "")] = int(i)
+            tokens = config.get("added_tokens_decoder", {}).items()
+            declared = {token["content"]: int(i) for i, token in tokens}
         for text, i in declared.items():
             found = self._library.encoder.token_to_id(text)
             if found != i:

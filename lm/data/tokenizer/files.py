@@ -50,7 +50,8 @@ _CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     """Return the contents of the tokenizer files in `directory`, by name.
 
-    Checkpoints and exports get copies of them.
+    Checkpoints and exports get copies of them. A generation_config.json without an `eos_token_id`
+    gets that of the model's config.json, which neither has.
 
     Raises:
         ConfigError: one is a link that leaves `directory`, and not to a file of a cache.
@@ -58,36 +59,31 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     more = sorted(path.name for path in directory.glob(f"{MORE_TEMPLATES}/*.jinja"))
     names = [*TOKENIZER_FILES, *(f"{MORE_TEMPLATES}/{name}" for name in more)]
     files = {name: _read_inside(directory, name) for name in names if (directory / name).is_file()}
-    config = _read_settings(directory / MODEL_CONFIG)
-    for part in (config, config.get("text_config")):  # of a text model in a wrapper
-        if isinstance(part, dict) and part.get("eos_token_id") is not None:
-            content = files.get(GENERATION_CONFIG, b"{}")
-            files[GENERATION_CONFIG] = _add_stops(content, part["eos_token_id"])
+    generation = parse_object(
+        files.get(GENERATION_CONFIG, b"{}"), str(directory / GENERATION_CONFIG)
+    )
+    config = _read_model_config(directory)
+    text_config = config.get("text_config")  # of a text model in a wrapper
+    stops = config.get("eos_token_id")
+    if stops is None and isinstance(text_config, dict):
+        stops = text_config.get("eos_token_id")
+    if stops is not None and generation.get("eos_token_id") is None:
+        generation["eos_token_id"] = stops
+        files[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode()
     return files
 
 
 def read_class_settings(directory: Path) -> dict[str, str]:
     """Return what the config.json of a model says of the class of its tokenizer."""
-    config = _read_settings(directory / MODEL_CONFIG)
+    config = _read_model_config(directory)
     return {key: config[key] for key in _CLASS_SETTINGS if isinstance(config.get(key), str)}
 
 
-def _add_stops(content: bytes, stops: Any) -> bytes:
-    """Return a generation_config.json with the `eos_token_id` of the model's config.json, too."""
-    try:
-        generation = parse_json(content)
-    except ValueError:
-        return content  # who reads it says why
-    if not isinstance(generation, dict):
-        return content
-    known = as_list(generation.get("eos_token_id"))
-    added = [stop for stop in as_list(stops) if stop not in known]
-    if not added:
-        return content
-    merged = known + added
-    if len(merged) == 1:
-        (merged,) = merged
-    return json.dumps(generation | {"eos_token_id": merged}, indent=2).encode()
+def _read_model_config(directory: Path) -> dict[str, Any]:
+    path = directory / MODEL_CONFIG
+    if not path.is_file():
+        return {}
+    return parse_object(read_bytes(path.resolve(), MAX_JSON_BYTES), str(path))
 
 
 def as_list(value: Any) -> list[Any]:
@@ -107,22 +103,15 @@ def _read_inside(directory: Path, name: str) -> bytes:
     return read_tokenizer_file(target, name)
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, {} if there is none or no object in it."""
-    if not path.is_file():
-        return {}
-    raw = parse_tokenizer_json(read_bytes(path.resolve(), MAX_JSON_BYTES), str(path))
-    if not isinstance(raw, dict):
-        return {}
-    return raw
-
-
-def parse_tokenizer_json(content: bytes, where: str) -> Any:
-    """Return the value of a JSON file, which errors name by `where`."""
+def parse_object(content: bytes, where: str) -> dict[str, Any]:
+    """Return the object in a JSON file, which errors name by `where`."""
     try:
-        return parse_json(content)
+        value = parse_json(content)
     except ValueError as error:
         raise ConfigError(f"tokenizer: {where}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"tokenizer: {where}: is not a JSON object")
+    return value
 
 
 def read_tokenizer_file(path: Path, name: str) -> bytes:

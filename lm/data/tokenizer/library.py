@@ -23,14 +23,6 @@ from lm.errors import ConfigError, error_text
 
 _READ = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, CHAT_TEMPLATE)
 """files that decide what a tokenizer does"""
-_MODEL_SETTINGS = (
-    "unk_token",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "fuse_unk",
-    "byte_fallback",
-    "ignore_merges",
-)
 
 
 class Library:
@@ -46,41 +38,17 @@ class Library:
         self, files: Mapping[str, bytes], name: str, class_settings: Mapping[str, str]
     ) -> None:
         self._name = name
-        read: dict[str, bytes] = {}
-        for each, content in files.items():
-            if each in _READ or each.startswith(MORE_TEMPLATES):
-                read[each] = content
-                self._check_utf8(each, content)
-        content = files[TOKENIZER_JSON]
-        try:
-            with self.errors():
-                in_file = _parse(content)
-        except ConfigError:
-            self._check_json(content)
-            raise
+        read = [
+            (each, content)
+            for each, content in files.items()
+            if each in _READ or each.startswith(MORE_TEMPLATES)
+        ]
         with self.errors():
-            tokenizer = _load(tuple(read.items()), tuple(class_settings.items()))
+            tokenizer = _load(tuple(read), tuple(class_settings.items()))
         self.tokenizer = tokenizer
         """of transformers; it is shared, and must not be changed"""
         self.encoder = tokenizer.backend_tokenizer
         """the one of the `tokenizers` library inside of it, which threads can use together"""
-        self.differences = _find_differences(self.encoder, in_file)
-        """what it encodes otherwise than its tokenizer.json alone, as JSON; empty = nothing"""
-
-    def _check_utf8(self, name: str, content: bytes) -> None:
-        try:
-            content.decode()
-        except UnicodeDecodeError as error:
-            raise self.error(f"{name}: byte {error.start} is not UTF-8") from None
-
-    def _check_json(self, content: bytes) -> None:
-        try:
-            json.loads(content.decode())
-        except ValueError as error:
-            problem = f"{TOKENIZER_JSON}: not valid JSON: {error}"
-            raise self.error(f"{problem}; download the file again") from None
-        except RecursionError:
-            pass
 
     def error(self, problem: str) -> ConfigError:
         """Return the error that this tokenizer has a problem."""
@@ -111,13 +79,6 @@ class Library:
 
 
 @functools.lru_cache(maxsize=2)
-def _parse(content: bytes) -> Any:
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_buffer(content)
-
-
-@functools.lru_cache(maxsize=2)
 def _load(files: tuple[tuple[str, bytes], ...], class_settings: tuple[tuple[str, str], ...]) -> Any:
     """Load a tokenizer once: a run needs its vocabulary before it opens the data.
 
@@ -138,29 +99,3 @@ def _load(files: tuple[tuple[str, bytes], ...], class_settings: tuple[tuple[str,
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
-
-
-def _find_differences(encoder: Any, in_file: Any) -> bytes:
-    """Return what `encoder` has that the tokenizer of a `tokenizer.json` has not, as JSON."""
-    differences = b""
-    settings = _settings(encoder)
-    if settings != _settings(in_file):
-        differences += json.dumps(settings).encode()
-    known = {repr(token) for token in in_file.get_added_tokens_decoder().values()}
-    added = sorted(encoder.get_added_tokens_decoder().items())
-    new = [token.__getstate__() for _, token in added if repr(token) not in known]
-    if new:
-        differences += json.dumps(new).encode()
-    return differences
-
-
-def _settings(encoder: Any) -> list[Any]:
-    """Return what decides the ids of a text besides the vocabulary, as JSON."""
-    settings: list[Any] = []
-    for name in _MODEL_SETTINGS:
-        value = getattr(encoder.model, name, None)
-        settings.append(value or None)  # an affix of "" is none
-    for step in (encoder.normalizer, encoder.pre_tokenizer, encoder.post_processor):
-        state = None if step is None else json.loads(step.__getstate__())
-        settings.append(state)
-    return settings

@@ -23,7 +23,7 @@ from lm.data.tokenizer.files import (
     read_tokenizer_file,
     read_tokenizer_files,
 )
-from lm.errors import ConfigError, nearest_file, oserror_as_config_error
+from lm.errors import ConfigError, oserror_as_config_error
 
 Tokenizer = ByteTokenizer | FileTokenizer
 
@@ -52,9 +52,6 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
         directory = path.parent
     elif path.exists():
         directory = path
-    elif name.startswith((".", "/", "~")) or name.endswith(".json"):
-        problem = f"no such file or directory in {Path.cwd()}{nearest_file(path)}"
-        raise ConfigError(f"tokenizer: {name}: {problem}")
     else:
         directory = download_from_hub(name, (*SOURCE_FILES, MODEL_CONFIG), "tokenizer")
     files = read_tokenizer_files(directory)
