@@ -38,7 +38,6 @@ from lm.data.token_file import (
     SourceRecord,
     TokenFile,
     TokenIndex,
-    describe_notes,
     describe_split,
     make_source_record,
     verify_dataset,
@@ -138,7 +137,7 @@ def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
                 if path.stat().st_mtime_ns != before:
                     raise RunError(f"{path}: changed while it was read; run the command again")
     n_tokens = sum(each.tokens for each in indexes)
-    lines = [f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s", *describe_notes(indexes[0])]
+    lines = [f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s"]
     for split, each in zip(found.options.splits, indexes, strict=True):
         lines.append(describe_split(args.out / f"{split}.json", each))
     return lines

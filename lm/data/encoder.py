@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.token_file import END_OF_TEXT, UNREAD_END
 from lm.data.token_writer import TokenChunk
+from lm.data.tokenizer.file_tokenizer import END_OF_TEXT
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
-from lm.errors import error_prefix
+from lm.errors import ConfigError, error_prefix
 
 CHUNK_SIZE = 1 << 17
 """Characters after which a chunk is encoded; the library takes 120 bytes for each."""
@@ -125,21 +125,21 @@ def _encode_chunk(chunk: _TextChunk, tokenizer: Tokenizer) -> TokenChunk:
         n_tokens += len(ids)
     ids = np.concatenate(encoded)
     size = sum(part.size or 0 for part in chunk.parts)
-    notes = {UNREAD_END: _count_unread_ends(chunk, tokenizer)}
-    return TokenChunk(
-        ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact, notes=notes
-    )
-
-
-def _count_unread_ends(chunk: _TextChunk, tokenizer: Tokenizer) -> int:
-    count = sum(part.text.count(END_OF_TEXT) for part in chunk.parts if part.is_file)
-    if count > 0 and tokenizer.encode_piece(END_OF_TEXT).tolist() == [tokenizer.eos_id]:
-        return 0
-    return count
+    return TokenChunk(ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact)
 
 
 def _encode_part(part: Document, tokenizer: Tokenizer) -> NDArray[np.uint32]:
+    if part.is_file and END_OF_TEXT in part.text:
+        _check_end_of_text(tokenizer)
     if not part.is_start:
         return tokenizer.encode_piece(part.text)
     (ids,) = tokenizer.encode_batch([part.text])
     return ids
+
+
+def _check_end_of_text(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if what separates the documents of published files is text."""
+    if tokenizer.encode_piece(END_OF_TEXT).tolist() != [tokenizer.eos_id]:
+        problem = f"has {END_OF_TEXT}, which this tokenizer reads as text, not as an end of text"
+        remedy = "use one that has it, or write each document as a line of JSON Lines"
+        raise ConfigError(f"{problem}; {remedy}")

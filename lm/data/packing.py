@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.token_file import TokenFile, describe_notes
+from lm.data.token_file import TokenFile
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
 from lm.units import format_count
@@ -68,8 +68,8 @@ class PackedDataset(Dataset):
             self._has_documents = True
             self.has_bytes = False  # of a preference
             self.n_replies = samples.size
-        notes = _describe(samples, len(self), int((~has_targets).sum()), seq_len)
-        self.note = "; ".join([*notes, *describe_notes(tokens.index)])
+        n_dropped = int((~has_targets).sum())
+        self.note = "; ".join(_describe(samples, len(self), n_dropped, seq_len))
         size = f"{len(samples)} samples in {len(self)} sequences of {seq_len}"
         self._fingerprint = f"{size}: {tokens.fingerprint(of_documents=True)}"
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import TypedDict
 
 from lm.data.tokenizer.files import TOKENIZER_FILES
-from lm.errors import ConfigError, RunError, limit_problems
+from lm.errors import ConfigError, RunError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.storage.cache import checksum
 from lm.units import format_count
@@ -36,13 +36,6 @@ SPLITS = (TRAIN, VALIDATION)
 _SUFFIXES = (".bin", ".ends", ".mask", ".json")
 _SPLIT_FILES = {f"{split}{suffix}" for split in SPLITS for suffix in _SUFFIXES}
 OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES}
-END_OF_TEXT = "<|endoftext|>"
-"""what separates the documents in published files of text"""
-UNREAD_END = (
-    f"time {END_OF_TEXT} in the text, which is not the end of text of this tokenizer and ends no"
-    " document; use a tokenizer that has it, or write each document as a line of JSON Lines"
-)
-"""a note, see `TokenIndex`"""
 _REMEDY = "write the dataset again: python -m lm.prepare --overwrite"
 
 
@@ -78,9 +71,6 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     )
     pairs: bool = Field(False, description="documents are the replies of pairs")
     has_bytes: bool = Field(True, description="the ids tell how many bytes of text they are")
-    notes: dict[str, int] = Field(
-        default_factory=dict, description="how many documents were read otherwise than they are"
-    )
     sources: list[SourceRecord]
     options: dict[str, bool | str | int | float | None] = Field(
         default_factory=dict, description="of `lm.prepare`"
@@ -214,15 +204,6 @@ def verify_dataset(directory: Path) -> list[str]:
     if problems:
         raise RunError(*problems)
     return lines
-
-
-def describe_notes(index: TokenIndex) -> list[str]:
-    """Return a line on each way in which documents were read otherwise than they are."""
-    lines: list[str] = []
-    for what, n in index.notes.items():
-        noun, _, rest = what.partition(" ")
-        lines.append(f"{format_count(n, noun)} {rest}")
-    return limit_problems(lines)
 
 
 def describe_split(path: Path, index: TokenIndex) -> str:

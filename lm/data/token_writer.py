@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -44,8 +43,6 @@ class TokenChunk:
     """whether the ids tell how many bytes of text they are"""
     is_target: NDArray[np.bool_] | None = None
     """of each token, whether it is learned; None = all are"""
-    notes: Mapping[str, int] = field(default_factory=dict)
-    """see `TokenIndex`"""
 
 
 @dataclass
@@ -60,7 +57,6 @@ class _Written:
     bits: list[bool] = field(default_factory=list)
     """of the mask, which do not fill a byte yet"""
     has_bytes: bool = True
-    notes: dict[str, int] = field(default_factory=dict)
 
 
 class TokenFileWriter:
@@ -116,7 +112,6 @@ class TokenFileWriter:
         written.documents += len(chunk.ends)
         written.max_id = max(written.max_id, int(chunk.ids.max(initial=0)))
         written.has_bytes = written.has_bytes and chunk.has_bytes
-        written.notes = dict(Counter(written.notes) + Counter(chunk.notes))
 
     def _append(self, suffix: str, values: NDArray[Any]) -> None:
         content = values.tobytes()

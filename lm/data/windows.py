@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.token_file import TokenFile, describe_notes
+from lm.data.token_file import TokenFile
 from lm.model_config import IGNORE_INDEX
 from lm.seeds import derive_seed
 
@@ -58,7 +58,6 @@ class WindowDataset(Dataset):
     seq_len: int
     document_ends: NDArray[np.int64] | None = None
     has_bytes: bool = True
-    note: str | None = None
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
@@ -94,5 +93,4 @@ class WindowDataset(Dataset):
 def cut_file(file: TokenFile, seq_len: int, attend_across_documents: bool) -> WindowDataset:
     """Return the windows of a token file."""
     ends = None if attend_across_documents else file.ends
-    note = "; ".join(describe_notes(file.index)) or None
-    return WindowDataset(file, seq_len, ends, file.index.has_bytes, note)
+    return WindowDataset(file, seq_len, ends, file.index.has_bytes)

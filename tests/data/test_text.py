@@ -27,7 +27,7 @@ from lm.data.json_lines import read_json_lines
 from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
-from lm.data.tokenizer.file_tokenizer import FileTokenizer
+from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import end_text
 from lm.errors import ConfigError
@@ -360,17 +360,15 @@ def test_first_frame_can_be_any_part_of_the_text(first: bytes, tmp_path: Path) -
         assert len(read) == len(text.encode()) + 1 + (0 if folder == path else 6)
 
 
-@pytest.mark.parametrize("reads_ends", [True, False])
-def test_ends_of_text_in_a_file_are_said(reads_ends: bool, tmp_path: Path) -> None:
-    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
-    tokenizer = str(tmp_path / TOKENIZER_JSON) if reads_ends else "bytes"
+def test_end_of_text_that_is_text_to_the_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("<|endoftext|>".join(["to be or not to be"] * 30))
-    config = {"dataset": "text", "train_data": str(path), "tokenizer": tokenizer}
-    notes = open_data(DataConfig.model_validate(config), 300, 8, 2, 0).notes
-    said = "train_data: 28 times <|endoftext|> in the text, which is not the end of text"
-    n_said = len([note for note in notes if note.startswith(said)])
-    assert n_said == (0 if reads_ends else 1)
+    path.write_text(END_OF_TEXT.join(["to be or not to be"] * 30))
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    config = {"dataset": "text", "train_data": str(path), "tokenizer": str(tmp_path)}
+    open_data(DataConfig.model_validate(config), 300, 8, 2, 0)
+    config["tokenizer"] = "bytes"
+    with pytest.raises(ConfigError, match=f"^train_data: {path}: has {re.escape(END_OF_TEXT)}, "):
+        open_data(DataConfig.model_validate(config), 300, 8, 2, 0)
 
 
 @pytest.mark.parametrize("at_end", [False, True])
