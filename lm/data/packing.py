@@ -32,7 +32,6 @@ _DOCUMENT = np.dtype(
         ("start", np.int64),  # its first token in the token file
         ("n_inputs", np.int64),  # all tokens but the last
         ("length", np.int64),  # of these, what fits into a sequence
-        ("needed_length", np.int64),  # with which it has a target; 0 = it has none
         ("n_targets", np.int64),  # in what fits
     ]
 )
@@ -51,10 +50,11 @@ class PackedDataset(Dataset):
     def __init__(self, tokens: TokenFile, seq_len: int, *, packing: bool) -> None:
         documents = _cut_documents(tokens, seq_len)
         samples = documents.reshape(-1, 2 if tokens.index.pairs else 1)
-        needed = samples["needed_length"]
-        has_targets = ((needed > 0) & (needed <= samples["length"])).all(axis=1)
+        has_targets = (samples["n_targets"] > 0).all(axis=1)
         if not has_targets.any():
-            raise ConfigError(_why_no_samples(samples, seq_len))
+            longest = samples["n_inputs"].sum(axis=1).max()
+            problem = f"no sample has a target in max_seq_len {seq_len} (the longest has {longest})"
+            raise ConfigError(f"{problem}; raise it, add completions, or set loss_on: all")
         samples = samples[has_targets]
         sequences = np.arange(len(samples))
         if packing:
@@ -140,20 +140,16 @@ def _cut_documents(tokens: TokenFile, seq_len: int) -> NDArray[Any]:
     while first < len(ends):
         start = documents["start"][first]
         last = max(first + 1, int(np.searchsorted(ends, start + _MASK_AT_ONCE, side="right")))
-        _find_targets(documents[first:last], tokens, int(start), int(ends[last - 1]))
+        _count_targets(documents[first:last], tokens, int(start), int(ends[last - 1]))
         first = last
     return documents
 
 
-def _find_targets(documents: NDArray[Any], tokens: TokenFile, start: int, stop: int) -> None:
-    """Set what consecutive documents, the tokens from `start` to `stop`, say of their targets."""
+def _count_targets(documents: NDArray[Any], tokens: TokenFile, start: int, stop: int) -> None:
+    """Count the targets of consecutive documents, the tokens from `start` to `stop`."""
     targets = start + np.flatnonzero(tokens.is_target(start, stop))  # their positions, sorted
-    targets = np.append(targets, stop)
     second = documents["start"] + 1  # the first has no token before it to be predicted from
     first_target = np.searchsorted(targets, second)
-    needed_length = targets[first_target] - documents["start"]
-    has_targets = needed_length <= documents["n_inputs"]
-    documents["needed_length"] = np.where(has_targets, needed_length, 0)
     after_last = np.searchsorted(targets, second + documents["length"])
     documents["n_targets"] = after_last - first_target
 
@@ -193,17 +189,6 @@ def _describe(samples: NDArray[Any], n_sequences: int, n_dropped: int, seq_len: 
     if n_dropped > 0:
         notes.append(f"{n_dropped:,} more dropped, without targets within max_seq_len {seq_len}")
     return notes
-
-
-def _why_no_samples(samples: NDArray[Any], seq_len: int) -> str:
-    """Return the problem of samples of which none has targets."""
-    n_documents = samples.shape[1]
-    needed_length = n_documents * samples["needed_length"].max(axis=1).max()
-    if needed_length > 0:
-        return f"max_seq_len {seq_len} cuts off all targets; use {needed_length} or more"
-    if (samples["n_inputs"] > 0).any():
-        return "no line has targets; add completions, or set loss_on: all"
-    return "no line has two tokens, one to predict from the other; add text"
 
 
 def pack_best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:

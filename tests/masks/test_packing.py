@@ -848,11 +848,10 @@ def test_jsonl_truncated_or_without_targets_is_refused(tmp_path: Path) -> None:
         tmp_path / "nothing.jsonl",
         [{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}],
     )
-    with pytest.raises(ConfigError, match="two tokens") as error:
+    with pytest.raises(ConfigError, match="no sample has a target"):
         pack_files([write(tmp_path / "no_text.jsonl", [{"text": ""}])], BYTES, 8)
-    assert not named_keys(error.value)
     plain = write(tmp_path / "plain.jsonl", [{"text": "ab"}])
-    for file, start in ((nothing, "no line has targets"), (plain, f"{plain}:1: ")):
+    for file, start in ((nothing, "no sample has a target"), (plain, f"{plain}:1: ")):
         with pytest.raises(ConfigError, match=f"^{start}") as error:
             pack_files([file], LLAMA, 8, completion_only=True)
         assert named_keys(error.value) >= {"loss_on"}
