@@ -42,8 +42,6 @@ STREAMED = {name: suffixes for name, suffixes in FORMATS.items() if name != "hdf
 """those of records"""
 _READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
 """formats that are also read from .gz and .zst files"""
-_MOST_EMPTY_LINES = 1 << 16
-"""Bytes of a table in a row. A compressed file of 1 MB can have 200 MB, which take 30 s."""
 _ROWS_AT_ONCE = 1024
 """that are read from a Parquet file"""
 _DIALECTS: dict[str, dict[str, Any]] = {
@@ -93,6 +91,8 @@ def _read_table(path: Path, name: str) -> Iterator[Record]:
     reader = csv.DictReader(_read_text_lines(path), strict=True, **_DIALECTS[name])
     try:
         header = reader.fieldnames or []
+        if reader.line_num > 0 and not header:
+            raise ConfigError(f"{path}:1: is empty, and names no columns; delete the line")
         for column, count in Counter(header).items():
             if column and count > 1:
                 problem = f"has {count} columns {column!r}; rename all but one"
@@ -112,9 +112,6 @@ def _read_table(path: Path, name: str) -> Iterator[Record]:
 def _read_text_lines(path: Path) -> Iterator[str]:
     offset = 0
     for block in read_line_blocks(path):
-        if len(block) >= _MOST_EMPTY_LINES and not block.strip():
-            problem = f"{len(block):,} bytes of empty lines from byte {offset}"
-            raise ConfigError(f"{path}: {problem}; delete them")
         yield from io.StringIO(decode_utf8(path, block, offset))
         offset += len(block)
 
