@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.errors import ConfigError, error_text, nearest_file, oserror_as_config_error
+from lm.errors import ConfigError, nearest_file, oserror_as_config_error
 
 
 @oserror_as_config_error
@@ -53,17 +53,10 @@ def download_from_hub(
     Returns:
         The directory of the files, in the Hub's cache.
     """
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # the errors below report the problem
-
-    def refusal(problem: str) -> ConfigError:
-        return ConfigError(f"{key}: {source}: {problem}")
-
-    def missing(problem: str) -> ConfigError:
-        return refusal(f"no such file or directory, {problem}{nearest_file(source)}")
-
+    logging.set_verbosity_error()  # the error below reports the problem
     name, _, revision = source.partition("@")
     try:
         directory = snapshot_download(
@@ -72,26 +65,14 @@ def download_from_hub(
             allow_patterns=list(files),
             ignore_patterns=list(but_not),
         )
-        return Path(directory)
-    except errors.GatedRepoError:
-        request = f"request access at https://huggingface.co/{name}"
-        raise refusal(f"gated: {request}, then `hf auth login` or set HF_TOKEN") from None
-    except errors.RevisionNotFoundError:
-        raise refusal(f"no revision {revision!r}; omit it for the default branch") from None
-    except errors.RepositoryNotFoundError:
-        advice = "if it is private, run `hf auth login` or set HF_TOKEN"
-        raise missing(f"and not found on the Hub; {advice}") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        incomplete = getattr(error, "snapshot_path", None)
-        if key == "tokenizer" and incomplete:
-            return Path(incomplete)  # only tokenizer.json is required
-        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else error_text(error)
-        problem = f"not in the cache, and cannot be downloaded: {cause}"
-        download = f"run `hf download {name} --local-dir DIRECTORY`"
-        advice = f"{download} on a machine with network access and copy DIRECTORY"
-        raise missing(f"{problem}; {advice}") from None
-    except errors.HFValidationError:
-        raise missing("and not a name on the Hugging Face Hub (OWNER/MODEL)") from None
     except Exception as error:  # each transport raises its own
-        problem = f"download failed: {error_text(error)}"
-        raise refusal(f"{problem}; rerun the same command to resume it") from None
+        directory = getattr(error, "snapshot_path", None)  # of an earlier download
+        if key != "tokenizer" or directory is None:  # of which only tokenizer.json is required
+            cause = " ".join(str(error).split())
+            problem = f"no such file or directory, and cannot be downloaded: {cause}"
+            access = f"request access at https://huggingface.co/{name} and run `hf auth login`"
+            copy = f"run `hf download {name} --local-dir DIRECTORY` on another machine and copy it"
+            remedy = f"if it is gated or private, {access}; without network access, {copy}"
+            hint = nearest_file(source)
+            raise ConfigError(f"{key}: {source}: {problem}; {remedy}{hint}") from None
+    return Path(directory)

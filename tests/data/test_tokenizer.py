@@ -625,9 +625,9 @@ def test_load_tokenizer_of_a_file_or_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("./none", "no such file or directory, .*OWNER"),
+        ("./none", "no such file or directory, "),
         ("acme/none", "hf download acme/none "),
-        ("a b", "OWNER"),
+        ("a b", "no such file or directory, "),
     ],
 )
 def test_load_tokenizer_that_does_not_exist(
