@@ -247,10 +247,3 @@ def error_text(error: BaseException) -> str:
     """Return what a library's error, or its cause, says in one line, or else its type."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:300] or type(cause).__name__
-
-
-def raise_together(errors: Sequence[ConfigError]) -> None:
-    """Raise one error with the problems of all `errors`, up to 20 of them in full, if any."""
-    if errors:
-        problems = ConfigError.merge(errors).problems
-        raise ConfigError(*limit_problems(problems))

@@ -19,11 +19,10 @@ from lm.data.readers import (
     read_documents,
     read_ids,
 )
-from lm.data.token_file import SourceRecord, TokenIndex
+from lm.data.token_file import TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
 from lm.data.tokenized import TextOptions
 from lm.data.tokenizer.loading import Tokenizer
-from lm.errors import ConfigError, raise_together
 from lm.launch.machine import usable_cores
 
 _CHECKED_BLOCKS = 2
@@ -34,7 +33,7 @@ class TextFiles:
     """The documents of files, some of them held out; see `hold_out`.
 
     Raises:
-        ConfigError: files cannot be read from their start; it says this of all of them.
+        ConfigError: a file cannot be read from its start.
     """
 
     def __init__(self, files: Sequence[Path], options: TextOptions) -> None:
@@ -55,15 +54,10 @@ class TextFiles:
         return read_documents(paths or self.files, options.format, options.text_field)
 
     def _check_starts(self) -> None:
-        errors: list[ConfigError] = []
         for path in self.files:
-            try:
-                for text in itertools.islice(self._read_all(path), 1):
-                    for _ in itertools.islice(text.blocks(), _CHECKED_BLOCKS):
-                        pass
-            except ConfigError as error:
-                errors.append(error)
-        raise_together(errors)
+            for text in itertools.islice(self._read_all(path), 1):
+                for _ in itertools.islice(text.blocks(), _CHECKED_BLOCKS):
+                    pass
 
     def read(self) -> Iterator[Text]:
         """Yield the documents in order."""
@@ -92,7 +86,7 @@ def write_text(
     files: Sequence[Path],
     tokenizer: Tokenizer,
     options: TextOptions,
-    sources: Sequence[SourceRecord] = (),
+    sources: Sequence[str] = (),
 ) -> list[TokenIndex]:
     """Write the token files of documents to `directory`. Return their indexes.
 

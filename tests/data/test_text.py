@@ -178,26 +178,9 @@ def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"^{start}"):
             read_text(files, TOKENIZER)
-    with pytest.raises(ConfigError) as caught:
-        read_text([good, latin, cut, tmp_path / "gone"], TOKENIZER)
-    starts = [f"{cut}: byte 1 ", f"{tmp_path}/gone: ", f"{latin}: byte 1 "]
-    for problem, start in zip(sorted(caught.value.problems), starts, strict=True):
-        assert problem.startswith(start)
-    files = [latin.with_name(f"latin{n}") for n in range(25)]
-    for path in files:
-        path.write_bytes(latin.read_bytes())
-    with pytest.raises(ConfigError, match=r"\.\.\. and 5 more$"):
-        read_text(files, TOKENIZER)
-
-
-def test_all_files_that_are_no_text_are_named(tmp_path: Path) -> None:
-    starts = {"a.png": b"\x89PNG\r\n\x1a\n\0", "b.pdf": b"%PDF-1.7\n\0", "c.txt": POINTER}
-    for name, content in {**starts, "d.txt": b"text"}.items():
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError) as refused:
-        read_text(find_files(str(tmp_path), "train_data"), TOKENIZER)
-    for name, problem in zip(starts, refused.value.problems, strict=True):
-        assert problem.startswith(f"{tmp_path / name}: ")
+    for bad, problem in ((cut, "byte 1 "), (tmp_path / "gone", ""), (latin, "byte 1 ")):
+        with pytest.raises(ConfigError, match=f"^{bad}: {problem}"):
+            read_text([good, bad], TOKENIZER)
 
 
 def written_by(write: Callable[[io.BytesIO], object]) -> bytes:
