@@ -252,6 +252,9 @@ class TokenStream:
                 n_read += n_skipped
                 dataset_state = documents.state_dict()
             is_epoch = dataset_state is None
+            first = list(itertools.islice(records, 1))
+            state_after_first = documents.state_dict()  # before it, the library has none
+            records = itertools.chain(first, records)
             has_text = False
             while texts := self._read_texts(records, n_read):
                 has_text = has_text or any(texts)
@@ -260,7 +263,8 @@ class TokenStream:
                     raise ConfigError(_other_documents(n_read, len(texts)))
                 saved_digest = None
                 next_state = documents.state_dict()
-                if next_state == dataset_state:
+                stands = len(texts) > 1 and next_state == state_after_first
+                if stands or next_state == dataset_state:
                     raise ConfigError(_standing_position())
                 position: StreamPosition = {
                     "block": number,

@@ -147,7 +147,7 @@ class Library:
 
     Args:
         fault: "stands" = it does not advance, as with datasets 5.0.0; "lags" = it is that of the
-            document before.
+            document before; "never moves" = nor without a resume.
     """
 
     def __init__(self, fault: str, n_documents: int = 30) -> None:
@@ -161,7 +161,7 @@ class Library:
 
     def state_dict(self) -> dict[str, int]:
         if self.loaded is None:
-            return {"at": self.position}
+            return {"at": 0 if self.fault == "never moves" else self.position}
         return {"at": 0 if self.fault == "stands" else self.position - 1}
 
     def __iter__(self) -> Iterator[dict[str, str]]:
@@ -186,6 +186,12 @@ def test_stream_whose_library_resumes_elsewhere_is_refused(
     with pytest.raises(ConfigError, match=part) as raised:
         deque(itertools.islice(stream, 18), maxlen=0)
     assert f"datasets {datasets.__version__}" in str(raised.value)
+
+
+def test_position_that_never_moves_is_found_in_the_first_block() -> None:
+    stream = TokenStream(Library("never moves"), "text", BYTES, SEQ_LEN, 1, block_size=8)  # type: ignore
+    with pytest.raises(ConfigError, match="one position before and after"):
+        next(iter(stream))
 
 
 def test_stream_of_data_that_changed_is_refused(tmp_path: Path) -> None:
