@@ -71,7 +71,7 @@ def read_records(path: Path, name: str, field: str | None = None) -> Iterator[Re
     A text file is one record, with the key "text".
 
     Args:
-        field: the key that is read of each record; None = all.
+        field: the column that is read of Parquet and Arrow files; None, or none of them = all.
     """
     match name:
         case "text":
@@ -154,8 +154,8 @@ def _read_batches(file: BinaryIO, name: str, field: str | None) -> Iterator[Reco
         yield batch.select([field]) if field in batch.schema.names else batch
 
 
-def stream_records(files: Sequence[Path], name: str) -> IterableDataset:
-    """Open files of the format `name`, all but HDF5, as a dataset of records to stream.
+def stream_records(files: Sequence[Path], name: str, field: str | None) -> IterableDataset:
+    """Open files of a format as a dataset of records to stream; see `read_records`.
 
     The readers of `datasets` name no line, guess types and drop columns.
     """
@@ -163,13 +163,13 @@ def stream_records(files: Sequence[Path], name: str) -> IterableDataset:
 
     names = [str(file) for file in files]
     return IterableDataset.from_generator(
-        _read_all_fields, gen_kwargs={"files": names, "name": name}
+        _read_fields, gen_kwargs={"files": names, "name": name, "field": field}
     )
 
 
-def _read_all_fields(files: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
+def _read_fields(files: Sequence[str], name: str, field: str | None) -> Iterator[dict[str, Any]]:
     for file in files:
-        for record in read_records(Path(file), name):
+        for record in read_records(Path(file), name, field):
             yield record.fields
 
 

@@ -133,7 +133,7 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
 
 def read_dataset(where: str, split: str, name: str | None, field: str) -> Iterator[Text]:
     """Yield the documents of a dataset of the Hub, without empty ones; see `open_documents`."""
-    records = enumerate(read_once(where, "INPUT", split, name))
+    records = enumerate(read_once(where, "INPUT", split, name, field))
     read = (Record(f"{where}: record {i}", record, len(str(record))) for i, record in records)
     yield from _read_field(read, field)
 

@@ -430,7 +430,10 @@ def _open_stream(
         problem = "dataset: hf requires a dataset on the hub, or local files"
         raise ConfigError(f"train_data: {problem}")
     tokenizer = load_run_tokenizer(config, vocab_size)
-    documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
+    field = config.text_source
+    documents, fingerprint = stream.open_documents(
+        where, "train_data", "train", config.hf_config, field
+    )
     # One token more than the inputs, as the target of the last.
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1
     validation: list[ValidationSet] = []
@@ -438,16 +441,14 @@ def _open_stream(
         key = set_key(name)
         held_out = _open_held_out_documents(config, where, val_data, key)
         check = ByteCheck()
-        tokens = stream.first_tokens(held_out, config.text_source, tokenizer, n_tokens, key, check)
+        tokens = stream.first_tokens(held_out, field, tokenizer, n_tokens, key, check)
         validation.append(
             ValidationSet(name, WindowDataset(tokens, seq_len, has_bytes=check.is_exact))
         )
     shuffle_seed = None
     if config.shuffle:
         shuffle_seed = seed
-    token_stream = stream.TokenStream(
-        documents, config.text_source, tokenizer, seq_len, shuffle_seed
-    )
+    token_stream = stream.TokenStream(documents, field, tokenizer, seq_len, shuffle_seed)
     train = stream.StreamedSource(
         token_stream,
         fingerprint,
@@ -467,7 +468,7 @@ def _open_held_out_documents(
     from lm.data import stream
 
     if val_data is not None and stream.is_local(val_data):
-        documents, _ = stream.open_documents(val_data, key, "train", None)
+        documents, _ = stream.open_documents(val_data, key, "train", None, config.text_source)
         return documents
     if stream.is_local(train_data):
         problem = "local files of dataset: hf have no validation split"

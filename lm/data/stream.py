@@ -55,13 +55,16 @@ def is_local(where: str) -> bool:
 
 
 @oserror_as_config_error
-def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[Documents, str]:
+def open_documents(
+    where: str, key: str, split: str, name: str | None, field: str | None = None
+) -> tuple[Documents, str]:
     """Open local files or a dataset on the hub for streaming.
 
     Args:
         where: value of the hyperparameter `key`.
         split: split of a dataset on the hub.
         name: its configuration, e.g. "en" for C4.
+        field: the key that is read of local records; None or a template of keys = all.
 
     Returns:
         The documents and their fingerprint.
@@ -80,7 +83,7 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         raise ConfigError(f"hf_config: {problem}; remove it")
     try:
         if local:
-            return _open_local_documents(where, key)
+            return _open_local_documents(where, key, field)
         documents = datasets.load_dataset(where, name, split=split, streaming=True)
         return documents, f"{where} {name} {split}"
     except ConfigError:
@@ -92,7 +95,7 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         raise ConfigError(f"{problem}; {advice}") from None
 
 
-def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
+def _open_local_documents(where: str, key: str, field: str | None) -> tuple[Documents, str]:
     files = find_files(where, key)
     formats = {format_of(file) for file in files}
     (name, *others) = formats
@@ -103,7 +106,7 @@ def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
         raise ConfigError(f"{problem}; choose one by a glob")
     for file in files:
         check_pointer(file)
-    return stream_records(files, name), _files_fingerprint(files)
+    return stream_records(files, name, field), _files_fingerprint(files)
 
 
 def _files_fingerprint(files: Sequence[Path]) -> str:
@@ -141,9 +144,11 @@ def first_tokens(
         raise ConfigError(f"{key}: cannot be read: {error_text(error)}") from None
 
 
-def read_once(where: str, key: str, split: str, name: str | None) -> Iterator[dict[str, Any]]:
+def read_once(
+    where: str, key: str, split: str, name: str | None, field: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the records of a dataset; see `open_documents`."""
-    documents, _ = open_documents(where, key, split, name)
+    documents, _ = open_documents(where, key, split, name, field)
     try:
         yield from documents
     except Exception as error:  # each format and each file system raises its own

@@ -20,6 +20,7 @@ import pytest
 import torch
 import zstandard
 from datasets import Dataset, DatasetDict
+from pyarrow import ipc
 from pydantic import TypeAdapter
 
 from lm.data.dataset import StreamPosition, StreamState, ValidationSet
@@ -504,3 +505,20 @@ def test_stream_run_resumes_bit_for_bit(tmp_path: Path) -> None:
         (checkpoints_by_step(tmp_path / "parts")[10] / "manifest.json").read_text()
     )
     assert [len(state["streams"]) for state in manifest["dataset_state"]] == [1, 1]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_stream_of_local_tables_reads_the_columns_that_it_needs(
+    suffix: str, tmp_path: Path
+) -> None:
+    table = pa.table({"text": ["to be"], "title": ["Hamlet"], "scan": [b"x" * 1000]})
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    for field, read in (("text", {"text"}), ("{title}: {text}", {*table.schema.names})):
+        documents, _ = open_documents(str(path), "train_data", "train", None, field)
+        (record,) = documents
+        assert record.keys() == read
