@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.data import run_data
-from lm.data.documents import FORMATS, bar_of_files, format_of
+from lm.data.documents import FORMATS, format_of
 from lm.data.files import find_files
 from lm.data.records import write_records
 from lm.data.stream import open_documents
@@ -35,11 +36,10 @@ from lm.data.token_file import (
     OUTPUT_FILES,
     TRAIN,
     VALIDATION,
-    SourceRecord,
     TokenFile,
     TokenIndex,
     describe_split,
-    make_source_record,
+    read_index,
     verify_dataset,
 )
 from lm.data.tokenized import (
@@ -54,6 +54,7 @@ from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
 from lm.errors import ConfigError, RunError, command
 from lm.fileio import home_path, write_durably
 from lm.launch.spawn import run_and_exit
+from lm.storage.cache import describe_files
 from lm.storage.folder import drafted, writing
 from lm.transformers_config import Kernels
 
@@ -126,7 +127,7 @@ def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
             return [_check_existing(index, sources, found)]
         tokenizer = found.tokenizer or _train_tokenizer(args, found)
         made_from = describe_making(found.write.__module__, tokenizer, found.options)
-        made_from["input"] = [source.model_dump() for source in sources]
+        made_from["input"] = sources
         with drafted(args.out, if_exists="replace", made_from=made_from) as draft:
             for name, content in tokenizer.files.items():
                 write_durably(draft / name, content)
@@ -143,11 +144,14 @@ def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
     return lines
 
 
-def _describe_sources(args: argparse.Namespace, files: Sequence[Path]) -> list[SourceRecord]:
-    if args.split is None:
-        return [make_source_record(path) for path in files]
-    _, fingerprint = open_documents(str(files[0]), "INPUT", args.split, args.hf_config)
-    return [SourceRecord(name=fingerprint, bytes=None, crc32c=None)]
+def _describe_sources(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
+    """Return what identifies each file by its content, or a dataset of the Hub by its name."""
+    if args.split is not None:
+        _, fingerprint = open_documents(str(files[0]), "INPUT", args.split, args.hf_config)
+        return [fingerprint]
+    names = [os.fsencode(path).decode(errors="backslashreplace") for path in files]  # as UTF-8
+    hashes = [each for _, each in describe_files(files)]
+    return [f"{name}, sha256 {each}" for name, each in zip(names, hashes, strict=True)]
 
 
 def _check_replaceable(out: Path) -> None:
@@ -166,11 +170,11 @@ def _check_replaceable(out: Path) -> None:
         raise ConfigError(f"--out: {out}: {problem}; {remedy}")
 
 
-def _check_existing(path: Path, sources: Sequence[SourceRecord], wanted: _Input) -> str:
+def _check_existing(path: Path, sources: Sequence[str], wanted: _Input) -> str:
     """Return a line about the dataset with the index `path`, if it is that of this command."""
-    index = TokenFile(path).index
+    index = read_index(path)
     found: dict[str, Any] = {**index.options, "input": index.sources, "tokenizer": index.tokenizer}
-    expected: dict[str, Any] = {"input": list(sources)}
+    expected: dict[str, Any] = {"input": sources}
     if wanted.tokenizer is not None:  # else it is trained on the input
         expected["tokenizer"] = wanted.tokenizer.identity
     if isinstance(wanted.options, TextOptions):
@@ -184,8 +188,8 @@ def _check_existing(path: Path, sources: Sequence[SourceRecord], wanted: _Input)
         problem = f"contains another dataset (different: {', '.join(different)})"
         remedy = "choose another directory, or replace it with --overwrite"
         raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
-    for split in wanted.options.splits[1:]:
-        TokenFile(path.with_name(f"{split}.json"))  # raises an error if it is damaged, too
+    for split in wanted.options.splits:
+        TokenFile(path.with_name(f"{split}.json"))  # raises an error if it is damaged
     return f"{describe_split(path, index)}: already exists"
 
 
@@ -195,14 +199,9 @@ def _train_tokenizer(args: argparse.Namespace, found: _Input) -> FileTokenizer:
     texts = TextFiles(found.files, found.options)
 
     def read() -> Iterator[str]:
-        with bar_of_files("reading for the tokenizer", found.files, args.format) as progress:
-            for document, blocks in texts.read():
-                for block in blocks():
-                    if not document.held_out:
-                        yield block
-                    if document.size is None:
-                        progress.update(len(block.encode()))
-                progress.update(document.size or 0)
+        for document, blocks in texts.read():
+            if not document.held_out:
+                yield from blocks()
 
     content = train_tokenizer(read(), args.train_tokenizer)
     return FileTokenizer({TOKENIZER_JSON: content}, TOKENIZER_JSON)

@@ -25,7 +25,7 @@ from lm.data.readers import is_held_out
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.stream import read_once
-from lm.data.token_file import SourceRecord, TokenIndex
+from lm.data.token_file import TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
 from lm.data.tokenized import HELD_OUT, RecordOptions, describe_records
 from lm.data.tokenizer.loading import Tokenizer, end_text
@@ -41,7 +41,7 @@ def write_records(
     files: Sequence[Path],
     tokenizer: Tokenizer,
     options: RecordOptions,
-    sources: Sequence[SourceRecord] = (),
+    sources: Sequence[str] = (),
 ) -> list[TokenIndex]:
     """Write the token files of JSON Lines to `directory`. Return their indexes.
 

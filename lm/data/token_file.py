@@ -36,15 +36,10 @@ SPLITS = (TRAIN, VALIDATION)
 _SUFFIXES = (".bin", ".ends", ".mask", ".json")
 _SPLIT_FILES = {f"{split}{suffix}" for split in SPLITS for suffix in _SUFFIXES}
 OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES}
-_REMEDY = "write the dataset again: python -m lm.prepare --overwrite"
-
-
-class SourceRecord(BaseModel, frozen=True, extra="forbid"):
-    """An input of `python -m lm.prepare`: a file, or a dataset of the Hub by its name alone."""
-
-    name: str
-    bytes: int | None = Field(ge=0)
-    crc32c: int | None = Field(ge=0, lt=2**32)
+_REMEDY = (
+    "write the dataset again: python -m lm.prepare --overwrite; or if it is in the cache of runs,"
+    " start the run again, which makes it again"
+)
 
 
 _Crc32c = Annotated[int, Field(ge=0, lt=2**32)]
@@ -71,7 +66,7 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     )
     pairs: bool = Field(False, description="documents are the replies of pairs")
     has_bytes: bool = Field(True, description="the ids tell how many bytes of text they are")
-    sources: list[SourceRecord]
+    sources: list[str] = Field(description="inputs of `lm.prepare`, with their hashes")
     options: dict[str, bool | str | int | float | None] = Field(
         default_factory=dict, description="of `lm.prepare`"
     )
@@ -210,9 +205,3 @@ def describe_split(path: Path, index: TokenIndex) -> str:
     """Return a line about a token file; `path` is its index."""
     tokens = f"{index.tokens:,} tokens ({index.dtype})"
     return f"{path.with_suffix('.bin')}: {tokens} in {format_count(index.documents, 'document')}"
-
-
-def make_source_record(path: Path) -> SourceRecord:
-    """Return what identifies the input file `path`."""
-    name = os.fsencode(path).decode(errors="backslashreplace")  # file names need not be UTF-8
-    return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path.resolve()))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lm.data.documents import bar_of_files
 from lm.data.files import name_files
-from lm.data.token_file import SourceRecord, TokenIndex
+from lm.data.token_file import TokenIndex
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, parse_json, read_bytes, sync, write_durably
@@ -128,7 +128,7 @@ class TokenFileWriter:
         for file in self._files.values():
             file.close()
 
-    def finish(self, sources: Sequence[SourceRecord], options: Mapping[str, Any]) -> TokenIndex:
+    def finish(self, sources: Sequence[str], options: Mapping[str, Any]) -> TokenIndex:
         """Write and return the index."""
         if self.written.bits:
             bits = np.array(self.written.bits, np.bool_)
@@ -184,7 +184,7 @@ def write_splits(
     read: Callable[[int], Generator[Sequence[TokenChunk]]],
     tokenizer: Tokenizer,
     files: Sequence[Path],
-    sources: Sequence[SourceRecord],
+    sources: Sequence[str],
     options: Mapping[str, Any],
     *,
     file_format: str | None = None,

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,9 @@ def test_prepare_reads_files_in_order(tmp_path: Path) -> None:
     assert dataset(tmp_path / "out") == as_bytes(*TEXTS * len(paths), *TEXTS[:4])
     index = read_index(tmp_path / "out/train.json")
     assert (index.tokenizer, index.vocab_size, index.dtype) == ("bytes", 257, "uint16")
-    sources = index.sources[: len(paths)]
-    assert [source.name for source in sources] == [str(path) for path in paths]
-    assert [source.bytes for source in sources] == [len(content) for content in FILES.values()]
+    hashes = [sha256(content).hexdigest() for content in FILES.values()]
+    expected = [f"{path}, sha256 {each}" for path, each in zip(paths, hashes, strict=True)]
+    assert index.sources[: len(paths)] == expected
     assert sorted(content(tmp_path / "out")) == ["train.bin", "train.ends", "train.json"]
     (line,) = token_file.verify_dataset(tmp_path / "out")
     assert output.splitlines()[-1] in line
@@ -264,7 +265,7 @@ def test_prepare_reads_a_file_of_two_names_once(tmp_path: Path) -> None:
         assert run(*common, tmp_path / "out")[0] == 0
         assert dataset(tmp_path / "out") == as_bytes("to be")
     (source,) = read_index(tmp_path / "out/train.json").sources
-    assert source.name.endswith("b\\xe9.txt")
+    assert "b\\xe9.txt, sha256 " in source
 
 
 def test_prepare_tokens_do_not_depend_on_threads(
@@ -737,8 +738,11 @@ def test_prepare_overwrite_replaces_a_damaged_dataset(
     (out / "train.bin").write_bytes((out / "train.bin").read_bytes()[:-1])
     code, _, errors = run(*prepared)
     assert code == 2
+    assert "(different: validation_fraction)" in errors, "compared before files are opened"
+    code, _, errors = run(*prepared, "--validation-fraction", 0.3)
+    assert code == 2
     assert errors.startswith(f"{out}/train.bin: ")
-    assert errors.endswith("python -m lm.prepare --overwrite\n")
+    assert "python -m lm.prepare --overwrite" in errors
     assert run(*prepared, "--overwrite")[0] == 0
     assert len(dataset(out)) == 50
     assert sorted(content(out)) == ["train.bin", "train.ends", "train.json"]
