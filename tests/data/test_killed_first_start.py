@@ -16,9 +16,12 @@ from tests.support import REPOSITORY
 
 TOKENIZE = """
 import os, sys
+from contextlib import redirect_stdout
 from itertools import count
 from pathlib import Path
+from lm import prepare
 from lm.data import encoder, records, token_writer, tokenized
+from lm.data.token_file import TokenFile
 from lm.data.tokenizer.loading import load_tokenizer
 
 kind, n_before_kill = sys.argv[1], int(sys.argv[2])
@@ -34,10 +37,16 @@ def counted(function):
     return call
 
 tokenizer = load_tokenizer("bytes")
+encoder._encode_chunk = counted(encoder._encode_chunk)
+encoder.CHUNKS_PER_THREAD = 0  # none ahead of what is written
 if kind == "text":
-    encoder._encode_chunk = counted(encoder._encode_chunk)
-    encoder.CHUNKS_PER_THREAD = 0  # none ahead of what is written
     files = tokenized.tokenize_text(sorted(Path("in").iterdir()), tokenizer, holds_out=True)
+elif kind == "prepare":
+    out = Path(os.environ["XDG_CACHE_HOME"], "lm", "tokens", "out")
+    arguments = ["--format", "text", "--tokenizer", "bytes", "--out", str(out)]
+    with redirect_stdout(sys.stderr):
+        assert prepare.main(["in", *arguments, "--validation-fraction", "0.05"]) == 0
+    files = [TokenFile(out / "train.json")]
 else:
     records._check_first_lines = lambda *_: None
     records.count_workers = lambda _: 1
@@ -79,7 +88,9 @@ def contents(where: Path | None) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["text", pytest.param("jsonl", marks=pytest.mark.slow)], indirect=True
+    "kind",
+    ["text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("jsonl", "prepare"))],
+    indirect=True,
 )
 def test_killed_tokenizing_is_continued(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
