@@ -62,9 +62,14 @@ _NO_DIRECTORY_SYNC = (
 """of file systems that flush files only, e.g. CIFS and DrvFs"""
 
 
+def expand_home(text: str) -> str:
+    """Return the path, URL or name on the Hub `text` with the home directory for `~`."""
+    return os.path.expanduser(text)  # noqa: PTH111 - Path's raises for an unknown user
+
+
 def home_path(text: str) -> Path:
     """Return the path `text` of a command line, in which shells leave `'~'` and `--option=~`."""
-    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path's raises for an unknown user
+    return Path(expand_home(text))
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:

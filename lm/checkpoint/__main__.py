@@ -27,8 +27,8 @@ from lm.checkpoint.manifest import (
     read_manifest,
 )
 from lm.checkpoint.store import CheckpointStore, SavedCheckpoint, find_best
-from lm.data.hub import find_directory
 from lm.errors import ConfigError, command, oserror_as_config_error
+from lm.fileio import expand_home
 from lm.units import format_bytes
 
 
@@ -130,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     list_parser = commands.add_parser("list", help="list a run's checkpoints")
-    list_parser.add_argument("path", type=find_directory, metavar="RUN")
+    list_parser.add_argument("path", type=expand_home, metavar="RUN")
     verify_parser = commands.add_parser("verify", help="read one checkpoint, or all of a run")
-    verify_parser.add_argument("path", type=find_directory, metavar="CHECKPOINT|RUN")
+    verify_parser.add_argument("path", type=expand_home, metavar="CHECKPOINT|RUN")
     args = parser.parse_args(arguments)
     report = list_run if args.command == "list" else verify_path
     lines, all_complete = report(args.path)

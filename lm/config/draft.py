@@ -11,9 +11,9 @@ from typing import Any, get_args, get_origin
 
 from lm.config.hyperparameters import FIELDS
 from lm.config.wording import show
-from lm.data.hub import find_directory
-from lm.errors import ConfigError, error_prefix
+from lm.errors import ConfigError
 from lm.fields import need_of
+from lm.fileio import expand_home
 from lm.model_config import ModelConfig
 from lm.presets import PRESETS
 from lm.transformers_config import TransformersConfig
@@ -79,8 +79,7 @@ def read_draft(
         draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
     for key in ("init_from", "resume"):
         if isinstance(draft.values.get(key), str):
-            with error_prefix(key):
-                draft.values[key] = find_directory(draft.values[key])
+            draft.values[key] = expand_home(draft.values[key])
     return draft
 
 

@@ -17,9 +17,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lm.data.hub import find_directory
 from lm.errors import command
-from lm.fileio import home_path
+from lm.fileio import expand_home, home_path
 from lm.hf.files import WEIGHT_DTYPES
 from lm.units import format_bytes
 
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = export.add_argument
     add(
         "checkpoint",
-        type=find_directory,
+        type=expand_home,
         metavar="RUN",
         help="directory or URL of a checkpoint or run",
     )
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examine_help = "print what of a class of transformers can be trained exactly here"
     examined = commands.add_parser("examine", help=examine_help)
     class_help = "a directory, OWNER/MODEL[@REVISION] on the Hub, or a model_type, e.g. lfm2"
-    examined.add_argument("source", type=find_directory, metavar="MODEL", help=class_help)
+    examined.add_argument("source", type=expand_home, metavar="MODEL", help=class_help)
 
     args = parser.parse_args(arguments)
     if args.command == "export":

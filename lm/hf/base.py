@@ -26,10 +26,10 @@ from lm.checkpoint.manifest import (
     check_files,
     read_manifest,
 )
-from lm.data.hub import find_directory
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error, without_prefix
+from lm.fileio import expand_home
 from lm.hf import weights
 from lm.hf.files import WEIGHT_DTYPES, follow_links, list_weight_files
 from lm.runtime.world import World
@@ -129,7 +129,7 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
     """
     try:
         with without_prefix("init_from"):
-            directory = weights.find_source(find_directory(str(base_dir or base.source)))
+            directory = weights.find_source(expand_home(str(base_dir or base.source)))
     except ConfigError as error:
         problem = f"base of the adapters: {error}"
         raise ConfigError(f"{problem}; pass its directory with --base") from None
@@ -240,7 +240,7 @@ def open_model(
             PyTorch cannot use `device`.
         RunError: a file is damaged.
     """
-    source = find_directory(str(source))
+    source = expand_home(str(source))
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: {dtype}: use one of {', '.join(WEIGHT_DTYPES)}")
     try:

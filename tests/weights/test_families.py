@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from lm import generate, sampling
 from lm.checkpoint import tensor_files
-from lm.data.hub import find_directory
 from lm.data.run_data import open_data
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
@@ -386,34 +385,16 @@ def test_one_of_two_sets_of_weights_is_refused(tmp_path: Path) -> None:
     assert list_weight_files(tmp_path) == [single]
 
 
-def test_init_from_can_be_in_the_home_or_a_folder_of_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_from_can_be_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "in"
     make_reference(LLAMA_CLASS | {"vocab_size": 300}).save_pretrained(source)
     add_tokenizer(source, 280)
     monkeypatch.setenv("HOME", str(tmp_path))
-    model = tmp_path / "models--org--name"
-    first = Path(shutil.copytree(source, model / "snapshots" / "1"))
     data = {"dataset": "text", "train_data": "text"}
-
-    def init_from(where: str) -> str | None:
-        hp = read_with_model_defaults(data | {"init_from": where})
-        assert hp.model.vocab_size == 300
-        assert (
-            hp.data.tokenizer == hp.checkpoint.init_from == find_directory(str(hp.data.tokenizer))
-        )
-        return hp.checkpoint.init_from
-
-    assert init_from("~/in") == str(source)
-    assert init_from(str(model)) == init_from("~/models--org--name") == str(first)
-    assert load_tokenizer(str(model)).identity == load_tokenizer(str(source)).identity
-    second = Path(shutil.copytree(source, model / "snapshots" / "2"))
-    with pytest.raises(ConfigError, match=r"init_from: .* with 2 snapshots \(1, 2\); use "):
-        init_from(str(model))
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("2")
-    assert init_from(str(model)) == str(second)
+    hp = read_with_model_defaults(data | {"init_from": "~/in"})
+    assert hp.model.vocab_size == 300
+    assert hp.data.tokenizer == hp.checkpoint.init_from == str(source)
+    assert load_tokenizer("~/in").identity == load_tokenizer(str(source)).identity
 
 
 @pytest.mark.parametrize("dataset", ["text", "jsonl", "hf", "tokens"])

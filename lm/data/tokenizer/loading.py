@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.chat_template import read_chat_template
-from lm.data.hub import download_from_hub, find_directory
+from lm.data.hub import download_from_hub
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import (
@@ -24,6 +24,7 @@ from lm.data.tokenizer.files import (
     read_tokenizer_files,
 )
 from lm.errors import ConfigError, oserror_as_config_error
+from lm.fileio import home_path
 
 Tokenizer = ByteTokenizer | FileTokenizer
 
@@ -44,7 +45,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
             problem = f"{chat_template}: requires a Hugging Face tokenizer, not bytes"
             raise ConfigError(f"chat_template: {problem}; set tokenizer")
         return ByteTokenizer()
-    path = Path(find_directory(name))
+    path = home_path(name)
     if path.is_file() and path.name != TOKENIZER_JSON:
         content = read_tokenizer_file(path.resolve(), TOKENIZER_JSON)
         return FileTokenizer({TOKENIZER_JSON: content}, name, template)
