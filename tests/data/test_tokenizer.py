@@ -592,14 +592,19 @@ def test_tokenizer_files_of_wrong_types_are_named(contents: dict[str, Any], part
         use_for_chat(FileTokenizer(files, "test"))
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/a.jinja"])
-def test_chat_template_that_is_not_utf8_is_refused(name: str) -> None:
-    files = {TOKENIZER_JSON: byte_level_tokenizer(), name: b"\xff"}
-    with pytest.raises(ConfigError, match=r"^tokenizer: test: transformers cannot use it: .*0xff"):
-        use_for_chat(FileTokenizer(files, "test"))
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("chat_template.jinja", "0xff"), ("additional_chat_templates/a.jinja", "a.jinja: byte 0 ")],
+)
+def test_chat_template_that_is_not_utf8_is_refused(name: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=f"^tokenizer: {tmp_path}: .*{part}"):
+        use_for_chat(load_tokenizer(str(tmp_path)))
 
 
-def use_for_chat(tokenizer: FileTokenizer) -> None:
+def use_for_chat(tokenizer: Tokenizer) -> None:
     assert tokenizer.stop_ids
     tokenizer.render(CHAT, add_generation_prompt=False)
 

@@ -19,7 +19,6 @@ from lm.data.tokenizer.byte_tokenizer import TokenizedText, advise_size
 from lm.data.tokenizer.files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
-    MORE_TEMPLATES,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     as_list,
@@ -31,7 +30,6 @@ from lm.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
-_DEFAULT = "default"
 _SPLIT_SPECIAL = "split_special_tokens"
 _PIECE_SIZE = 2**17
 """Characters of a longer text that are encoded at a time; the library takes 200 bytes for each."""
@@ -47,7 +45,7 @@ class FileTokenizer:
     """A tokenizer that transformers reads, with a `tokenizer.json`.
 
     Args:
-        files: contents of `tokenizer.json` and of the optional `SOURCE_FILES`, by name.
+        files: contents of `tokenizer.json` and of the optional `TOKENIZER_FILES`, by name.
         name: name of the tokenizer in errors.
         chat_template: replaces that of the files.
         class_settings: see `read_class_settings`; None = of files that were kept.
@@ -64,8 +62,6 @@ class FileTokenizer:
         self.files = dict(files)
         """of `TOKENIZER_FILES`"""
         if chat_template is not None:
-            for each in self._files_of_more_templates():
-                del self.files[each]
             self.files[CHAT_TEMPLATE] = chat_template.text.encode()
         self._set_template = chat_template
         config = self._read_object(TOKENIZER_CONFIG)
@@ -75,7 +71,6 @@ class FileTokenizer:
         self._check_settings(config)
         if class_settings:
             self._keep_class(config)
-        self._keep_templates(config)
         self.template_kwargs: Mapping[str, Any] = {}
         """variables of the chat template; see `ChatTemplate.render`"""
         vocabulary = self._library.encoder.get_vocab(with_added_tokens=True)
@@ -129,21 +124,6 @@ class FileTokenizer:
         if config.get("tokenizer_class") in (found, f"{found}Fast"):
             return
         config["tokenizer_class"] = found
-        self.files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
-
-    def _files_of_more_templates(self) -> list[str]:
-        return [name for name in self.files if name.startswith(MORE_TEMPLATES)]
-
-    def _keep_templates(self, config: dict[str, Any]) -> None:
-        """Move chat templates in separate files to one that checkpoints have."""
-        more = self._files_of_more_templates()
-        if not more:
-            return
-        config["chat_template"] = [
-            {"name": name, "template": text} for name, text in self._templates.items()
-        ]
-        for name in (CHAT_TEMPLATE, *more):
-            self.files.pop(name, None)
         self.files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
 
     def limit_ids(self, n_ids: int) -> None:
@@ -363,16 +343,6 @@ class FileTokenizer:
                 pending = []
                 yield piece
         yield self._library.decode(pending)
-
-    @property
-    def _templates(self) -> Mapping[str, str]:
-        """Its chat templates by name, of which transformers uses `default` and `tool_use`."""
-        templates = self._library.tokenizer.chat_template
-        if templates is None:
-            return {}
-        if isinstance(templates, str):
-            return {_DEFAULT: templates}
-        return templates
 
     def find_template(self, tools: Any = None) -> ChatTemplate:
         """Return the chat template for a chat, as transformers chooses it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ TOKENIZER_FILES = (
     *_COPIED_FILES,
 )
 """of a tokenizer; only the first is required"""
-MORE_TEMPLATES = "additional_chat_templates"
-SOURCE_FILES = (*TOKENIZER_FILES, f"{MORE_TEMPLATES}/*.jinja")
+_MORE_TEMPLATES = "additional_chat_templates"
+SOURCE_FILES = (*TOKENIZER_FILES, f"{_MORE_TEMPLATES}/*.jinja")
 """of a model on the Hub"""
 _CLASS_SETTINGS = ("model_type", "tokenizer_class", "transformers_version")
 """of a config.json, by which transformers chooses the class of a tokenizer"""
@@ -56,9 +57,11 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     Raises:
         ConfigError: one is a link that leaves `directory`, and not to a file of a cache.
     """
-    more = sorted(path.name for path in directory.glob(f"{MORE_TEMPLATES}/*.jinja"))
-    names = [*TOKENIZER_FILES, *(f"{MORE_TEMPLATES}/{name}" for name in more)]
-    files = {name: _read_inside(directory, name) for name in names if (directory / name).is_file()}
+    found = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    files = {name: _read_inside(directory, name) for name in found}
+    more = sorted(path.name for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
+    if more:
+        _join_templates(files, directory, more)
     generation = parse_object(
         files.get(GENERATION_CONFIG, b"{}"), str(directory / GENERATION_CONFIG)
     )
@@ -71,6 +74,23 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
         generation["eos_token_id"] = stops
         files[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode()
     return files
+
+
+def _join_templates(files: dict[str, bytes], directory: Path, more: Sequence[str]) -> None:
+    """Move the chat templates in separate files to tokenizer_config.json."""
+    templates = {name: _read_inside(directory, f"{_MORE_TEMPLATES}/{name}") for name in more}
+    if CHAT_TEMPLATE in files:
+        templates["default.jinja"] = files.pop(CHAT_TEMPLATE)
+    joined: list[dict[str, str]] = []
+    for name, template in templates.items():
+        try:
+            joined.append({"name": name.removesuffix(".jinja"), "template": template.decode()})
+        except UnicodeDecodeError as error:
+            problem = f"{directory}: {name}: byte {error.start} is not UTF-8"
+            raise ConfigError(f"tokenizer: {problem}; correct it") from None
+    config = parse_object(files.get(TOKENIZER_CONFIG, b"{}"), str(directory / TOKENIZER_CONFIG))
+    config["chat_template"] = joined
+    files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode()
 
 
 def read_class_settings(directory: Path) -> dict[str, str]:

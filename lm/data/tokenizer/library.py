@@ -14,7 +14,6 @@ from lm.data.tokenizer.files import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
     MODEL_CONFIG,
-    MORE_TEMPLATES,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -38,11 +37,7 @@ class Library:
         self, files: Mapping[str, bytes], name: str, class_settings: Mapping[str, str]
     ) -> None:
         self._name = name
-        read = [
-            (each, content)
-            for each, content in files.items()
-            if each in _READ or each.startswith(MORE_TEMPLATES)
-        ]
+        read = [(each, content) for each, content in files.items() if each in _READ]
         with self.errors():
             tokenizer = _load(tuple(read), tuple(class_settings.items()))
         self.tokenizer = tokenizer
@@ -88,9 +83,7 @@ def _load(files: tuple[tuple[str, bytes], ...], class_settings: tuple[tuple[str,
 
     with tempfile.TemporaryDirectory() as directory:
         for name, content in files:
-            path = Path(directory, name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+            Path(directory, name).write_bytes(content)
         if class_settings:
             Path(directory, MODEL_CONFIG).write_text(json.dumps(dict(class_settings)))
         tokenizer: Any = AutoTokenizer.from_pretrained(
