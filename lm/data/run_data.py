@@ -337,7 +337,7 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokeniz
     tokenizer = load_tokenizer(name)
     if tokenizer.identity != identity:
         problem = f"{name} is not the tokenizer that the token files were made with ({identity})"
-        raise ConfigError(f"tokenizer: {problem}; use that one")
+        raise ConfigError(f"tokenizer: {problem}; use that one, with its version of tokenizers")
     return tokenizer
 
 

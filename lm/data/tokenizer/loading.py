@@ -78,10 +78,9 @@ def load_saved_tokenizer(
     files = {name: read_tokenizer_file(directory / name, name) for name in listed}
     tokenizer = FileTokenizer(files, str(directory))
     if tokenizer.identity != identity:
-        problem = f"{TOKENIZER_JSON} has {tokenizer.identity}"
-        raise ConfigError(
-            f"tokenizer: {directory}: {problem}, the checkpoint was written with {identity}"
-        )
+        problem = f"has {tokenizer.identity}, the checkpoint was written with {identity}"
+        remedy = "restore its files, or install the version of tokenizers that the run had"
+        raise ConfigError(f"tokenizer: {directory}: {TOKENIZER_JSON} {problem}; {remedy}")
     try:
         tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
     except (ValueError, TypeError) as error:
