@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import json
 import random
 import resource
@@ -25,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ from safetensors.torch import load_file
 from lm import sampling
 from lm.checkpoint.manifest import MANIFEST
 from lm.data.tokenizer.files import TOKENIZER_JSON
-from lm.errors import RunError
+from lm.data.tokenizer.loading import load_tokenizer
+from lm.errors import ConfigError, RunError
 from lm.hf.base import load_model
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
 
@@ -118,10 +119,9 @@ def mutate(draw: random.Random, folder: Path) -> str:
     if what == "tokenizer":
         text = json.dumps(change(draw, json.loads((folder / TOKENIZER_JSON).read_text()))).encode()
         (folder / TOKENIZER_JSON).write_bytes(text)
-        size = fields["tokenizer"].partition(" ")[0]
-        forge_manifest(
-            folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(text).hexdigest()}"
-        )
+        forge_manifest(folder)
+        with suppress(ConfigError):  # it is not one any more
+            forge_manifest(folder, tokenizer=load_tokenizer(str(folder)).identity)
         return what
     if what == "header":
         rewrite_header(folder / WEIGHTS_FILE, partial(change_header, draw))

@@ -58,10 +58,10 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
-def forge_tokenizer(folder: Path, size: int = 300, **changes: Any) -> None:
+def forge_tokenizer(folder: Path, **changes: Any) -> None:
     content = json.dumps(json.loads((folder / TOKENIZER_JSON).read_text()) | changes).encode()
     (folder / TOKENIZER_JSON).write_bytes(content)
-    forge_manifest(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(content).hexdigest()}")
+    forge_manifest(folder)
 
 
 def forge_header(folder: Path, entries: dict[str, Any]) -> None:
@@ -97,7 +97,8 @@ def set_nan(folder: Path) -> None:
 def add_token(folder: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     added = json.loads((folder / TOKENIZER_JSON).read_text())["added_tokens"]
-    forge_tokenizer(folder, 301, added_tokens=[*added, {"id": 300, "content": "To be", **flags}])
+    forge_tokenizer(folder, added_tokens=[*added, {"id": 300, "content": "To be", **flags}])
+    forge_manifest(folder, tokenizer=load_tokenizer(str(folder)).identity)
 
 
 BYTE = {"dtype": "U8", "shape": [1]}
