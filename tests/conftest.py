@@ -39,18 +39,26 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with many slow tests first, so that no worker is left with one at the end."""
     n_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -n_slow[item.path])
+    n_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-n_slow[item.path], -n_tests[item.path]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache of a session and of what modules share, in which all workers find entries."""
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    directory /= "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A new cache for each test, as none knows what another has patched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / uuid.uuid4().hex))
-
-
-@pytest.fixture(scope="session")
-def _shared_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture

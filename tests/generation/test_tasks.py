@@ -37,6 +37,8 @@ from tests.support.hyperparameters import TINY
 from tests.support.ranks import in_world
 from tests.support.runs import read_reports, run_fsdp
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 QUESTIONS = [
     Question([Choice("def f(x):", text) for text in (" return x", " 1", "\n\treturn x + 1")], 2),
     Question([Choice("Grüße aus", " Köln"), Choice("Grüße aus dem", " Köln")], 0),

@@ -50,6 +50,8 @@ from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import train_in_world
 from tests.support.step_counts import Collective, count_steps_of_each
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 def setup(changes: dict[str, Any]) -> tuple[Hyperparameters, SampledSource, Transformer]:
     """The hyperparameters, samples and initial model of a run in one process."""
@@ -404,7 +406,6 @@ def train_class_with_float8(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_cache")
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="older ones multiply with one scale per tensor only"
 )
@@ -428,7 +429,6 @@ def test_float8_trains_linear_layers_of_a_class_of_transformers(tmp_path: Path) 
     assert scales == {("all-reduce", 2, 4 * n_layers): 1}
 
 
-@pytest.mark.usefixtures("shared_cache")
 def test_what_float8_leaves_out_is_said(tmp_path: Path) -> None:
     save_model("qwen3_moe", tmp_path)
     model = new_model(read_with_model_defaults(OF_CLASS | {"init_from": str(tmp_path)}).model)

@@ -52,6 +52,8 @@ from tests.support.runs import (
 )
 from tests.support.step_counts import COUNTED_RUN, count_steps_of_each
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 STEPS = 5
 N_PAIRS = 16
 TRAINING: dict[str, Any] = {

@@ -27,6 +27,8 @@ from tests.support.parallelism import STRATEGIES, sharding_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, run_fsdp
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 SHAPES = [(6, 6), (24, 8), (8, 24), (1, 5)]
 
 UNEVEN = TINY | {"d_model": 36, "vocab_size": 61, "d_ff": 3, "optimizer": "muon"}

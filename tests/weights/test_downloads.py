@@ -33,6 +33,8 @@ from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
 from tests.support.runs import run_fsdp
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 COMMIT = "c" * 40
 OTHER_WEIGHTS = ("consolidated.safetensors", "model.gguf", "pytorch_model.bin")
 OTHER_FILES = ("README.md", "modeling.py", "tokens.tiktoken")

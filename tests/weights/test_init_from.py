@@ -41,6 +41,8 @@ from tests.support.ranks import in_world
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 TRAINING = {
     "max_steps": 3,
     "report_rate": 1,

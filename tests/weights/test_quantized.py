@@ -37,6 +37,8 @@ from tests.support.saved_models import (
     read_on_ranks,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 BLOCK = 16
 GPT_OSS = LLAMA | {
     "model_type": "gpt_oss",
