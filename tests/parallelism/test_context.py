@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from tests.support.parallelism import PARITY_RUN
 from tests.support.ranks import run_ranks
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.support.step_counts import OperatorCounts
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
 
 BASE = PARITY_RUN | LLAMA_STYLE | {"max_seq_len": 64, "batch_size": 1, "total_batch_size": 8}
 ANSWERS = {
@@ -63,7 +66,6 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"n_experts": 3, "d_ff": 24, "router_balance": "sequence", "router_balance_rate": 1.0},
     "full recomputation": ANSWERS | {"activation_checkpointing": "full"},
     "selective recomputation": ANSWERS | {"activation_checkpointing": "selective"},
-    "compiled": ANSWERS | {"compile": True},
 }
 QUICK = "answers and a window"
 CLASSES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -100,6 +102,8 @@ def compute_gradients(
 ) -> dict[str, dict[str, Any]]:
     """Return the loss and the gradients of the first step of each kind, by name."""
     os.chdir(folder)
+    # Traced, without the code of PyTorch's compiler, which test_parity.py runs.
+    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     found: dict[str, dict[str, Any]] = {}
     group = world.context_group(context_parallel)
     dp = world.rank // group.size, world.size // group.size
@@ -133,12 +137,12 @@ def compute_gradients(
     return found
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-6) -> None:
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     largest = max(np.linalg.norm(value) for value in expected.values())
     for name, value in expected.items():
         scale = max(np.linalg.norm(value), 1e-2 * largest)
-        assert np.linalg.norm(found[name] - value) <= tolerance * scale, name
+        assert np.linalg.norm(found[name] - value) <= 1e-6 * scale, name
 
 
 def test_divided_sequences_have_the_loss_and_gradients_of_complete_ones(folder: str) -> None:
@@ -160,9 +164,12 @@ def test_every_kind_has_the_loss_and_gradients_of_complete_sequences(
     folder: str, complete: dict[str, dict[str, Any]], shape: str
 ) -> None:
     n_ranks, n_of_a_sequence = SHAPES[shape]
-    divided = run_ranks(n_ranks, compute_gradients, folder, KINDS, n_of_a_sequence)[0]
-    for kind in KINDS:
-        compare(divided[kind], complete[kind])
+    kinds = dict(KINDS)
+    if shape == "two":  # where two ranks compile, not four
+        kinds["compiled"] = ANSWERS | {"compile": True}
+    divided = run_ranks(n_ranks, compute_gradients, folder, kinds, n_of_a_sequence)[0]
+    for kind in kinds:
+        compare(divided[kind], complete["answers" if kind == "compiled" else kind])
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +181,7 @@ def complete_classes(folder: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["two", "four"])
 def test_linear_attention_and_convolutions_have_those_of_complete_sequences(
     folder: str, complete_classes: dict[str, dict[str, Any]], shape: str
 ) -> None:
@@ -185,7 +192,7 @@ def test_linear_attention_and_convolutions_have_those_of_complete_sequences(
         kinds[name] = kinds[name] | {"compile": True}
     found = run_ranks(n_ranks, compute_gradients, folder, kinds, n_of_a_sequence)[0]
     for kind, expected in complete_classes.items():
-        compare(found[kind], expected, 2e-6 if kinds[kind].get("compile") else 1e-6)
+        compare(found[kind], expected)
 
 
 def compute_gradients_of_pairs(
@@ -243,7 +250,7 @@ def test_replies_that_are_divided_have_the_loss_and_gradients_of_complete_ones(
         compare(found, complete)
 
 
-RUN = BASE | ANSWERS | {"sliding_window": 9, "max_steps": 20, "validation_rate": 10}
+RUN = BASE | ANSWERS | {"sliding_window": 9, "max_steps": 8, "validation_rate": 4}
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -255,13 +262,13 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["two", "two of two"])
 def test_a_run_resumes_with_divided_sequences_and_trains_as_with_complete_ones(
     folder: str, tmp_path: Path, shape: str
 ) -> None:
     run = RUN | {"train_data": f"{folder}/answers.jsonl"}
     run_fsdp(tmp_path / "complete", config=run, code=0)
-    run_fsdp(tmp_path / "divided", "stop_at_step=8", config=run, code=0)
+    run_fsdp(tmp_path / "divided", "stop_at_step=3", config=run, code=0)
     n_ranks, n_of_a_sequence = SHAPES[shape]
     divided = run | {"context_parallel": n_of_a_sequence}
     run_fsdp(tmp_path / "divided", ranks=n_ranks, config=divided, code=0)
