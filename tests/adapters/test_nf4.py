@@ -50,6 +50,8 @@ from tests.support.runs import (
     run_fsdp,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 # ---- the arithmetic
 
 
@@ -382,13 +384,8 @@ def test_commands_compute_with_the_quantized_base(
     bases: dict[str, Path], trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = checkpoints_by_step(trained)[6]
-    tokens = torch.arange(20)[None]
     model, _ = hf_base.load_model(checkpoint, torch.device("cpu"))
     assert any(parameter.dtype == torch.uint8 for parameter in model.parameters())
-    with torch.no_grad():
-        expected = dense_model(bases, checkpoint)(tokens)
-        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
-
     texts: list[str] = []
     for option in ([], ["--base", str(bases["llama"])], ["--dtype", "bfloat16"]):
         command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "20", *option]
