@@ -65,10 +65,13 @@ from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
 from tests.support.step_counts import count_steps_of_each
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT reads it
-    "ignore:Setting `save_embedding_layers`",
-)
+pytestmark = [
+    pytest.mark.usefixtures("shared_cache"),
+    pytest.mark.filterwarnings(
+        "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT reads it
+        "ignore:Setting `save_embedding_layers`",
+    ),
+]
 
 STEPS = 4
 TRAINING: dict[str, Any] = {
@@ -714,9 +717,8 @@ def test_lora_values_that_are_wrong_are_refused(
         assert re.search(f": {part}", problem)
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen2_moe", pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_5_moe_text"])
 def test_what_adapters_leave_out_is_said(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path)
     source = {"init_from": str(tmp_path), "dataset": "synthetic"}

@@ -459,8 +459,8 @@ def test_adapters_of_a_model_of_transformers_train_as_in_peft(
     ("changes", "dtype"),
     [
         ({}, "torch.bfloat16"),
-        ({"lora_rank": 2}, "torch.bfloat16"),
-        ({"lora_rank": 2, "base_dtype": "nf4"}, "torch.uint8"),
+        pytest.param({"lora_rank": 2}, "torch.bfloat16", marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 2, "base_dtype": "nf4"}, "torch.uint8", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -896,6 +896,7 @@ def test_the_config_of_transformers_is_no_hyperparameter(models: dict[str, Path]
             read_with_model_defaults(hyperparameters | {"transformers_config": {}})
 
 
+@pytest.mark.slow
 def test_a_dry_run_plans_operators_of_ours(models: dict[str, Path], tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, "--dry-run", config=settings(models["qwen3_5"]), code=0)
     assert "memory of a rank at the peak of a step" in done.stdout
@@ -1020,16 +1021,20 @@ ORIGINAL = {"original_max_position_embeddings": 40}
     ("kind", "changes", "key", "longest"),
     [
         ("phi3", {"rope_parameters": LONGROPE, **ORIGINAL}, tuple(ORIGINAL), 40),
-        (
-            "llama",
-            {"rope_parameters": LONGROPE | ORIGINAL},
-            ("rope_parameters", *ORIGINAL),
-            40,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (
+                    "llama",
+                    {"rope_parameters": LONGROPE | ORIGINAL},
+                    ("rope_parameters", *ORIGINAL),
+                    40,
+                ),
+                ("stablelm", {"rope_parameters": DYNAMIC}, ("max_position_embeddings",), 256),
+                ("llama4_text", {}, ("floor_scale",), 8191),
+                ("doge", {}, ("keep_window_size",), 2048),
+            )
         ),
-        ("granite", {"rope_parameters": DYNAMIC}, ("max_position_embeddings",), 256),
-        ("stablelm", {"rope_parameters": DYNAMIC}, ("max_position_embeddings",), 256),
-        pytest.param("llama4_text", {}, ("floor_scale",), 8191, marks=pytest.mark.slow),
-        pytest.param("doge", {}, ("keep_window_size",), 2048, marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_limited_to_lengths_beyond_which_a_class_depends_on_them(
@@ -1109,7 +1114,6 @@ def test_a_class_is_examined_once_for_all_sizes(capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_cache")
 def test_run_names_what_it_does_otherwise_for_a_class() -> None:
     def notes(kind: str, **values: Any) -> list[str]:
         return examined_config(complete_values(kind) | values).notes(dropout=True)
