@@ -33,10 +33,10 @@ train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key
 	@trap code=0 INT; $(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS); \
 	exit $${code:-$$?}
 
-test: $(DEV) ## Run the quick tests: a smoke test of every promise, 4 to 9 minutes. WORKERS=2 ARGS="-k name"
+test: $(DEV) ## Run the quick tests: a smoke test of every promise. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(DEV) ## Run all tests, 20 to 40 minutes.
+test-all: $(DEV) ## Run all tests; CONTRIBUTING.md says how long.
 	@$(PYTEST) $(ARGS)
 
 test-cluster: $(DEV) ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
