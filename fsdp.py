@@ -410,10 +410,11 @@ class Trainer:
         self.model.train()  # for the kernels of a step
         with self.logger.status("preparing the objective"):
             batches = self.objective.prepare(self.model, self.loader, self.world, self.logger.info)
+            n_batches = 0
             for n_batches in self.stoppable(batches):
                 if n_batches % batches_per_save == 0:
                     self.save_prepared()
-            if self.stopping:
+            if self.stopping and n_batches % batches_per_save > 0:  # else it has just been saved
                 self.save_prepared()
         self.accumulator.reset()  # again: no step has begun
 

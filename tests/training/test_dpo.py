@@ -477,6 +477,7 @@ def test_the_reference_is_resumed_inside(sources: Sources, tmp_path: Path) -> No
         ended = run_fsdp(folder, config=settings, ranks=2, script=script)
         assert (ended.returncode == 0) == (signal == "SIGTERM")
         assert list(checkpoints_by_step(folder)) == [0]
+        assert len(list((folder / "runs" / "test" / "checkpoints").iterdir())) == 1
         again = run_fsdp(folder, config=settings, ranks=2, script=COUNT + SHOW_BAR, code=0)
         assert again.stdout.count("batch 4\n") == 12
         assert again.stderr.count("| 0/8 [") == 1
