@@ -54,7 +54,7 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
         ("runs/quikstart", {}, "runs/quikstart: .* did you mean .*/runs/quickstart"),
         ("ruins/quickstart", {}, "ruins/quickstart: .* did you mean runs"),
         ("quickstart", {}, "quickstart: .* did you mean runs/quickstart[?]"),
-        ("quick.gguf", {}, "quick.gguf: is a GGUF file, which is not read"),
+        ("quick.gguf", {}, "quick.gguf: is a file"),
         ("runs/quickstart", {"dtype": "bf16"}, "dtype: bf16: use one of float32, "),
         ("runs/quickstart", {"device": "cuda:99"}, "device: cuda:99: "),
         ("runs/quickstart", {"device": "gpu"}, "device: gpu: "),

@@ -9,7 +9,7 @@ from lm.checkpoint.location import Location, parse_location
 from lm.checkpoint.manifest import MANIFEST, TENSOR_FILE, WEIGHTS
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
-from lm.data.tokenizer.files import MODEL_CONFIG, TOKENIZER_JSON
+from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.launch.cleanup import open_until_exit
 from lm.storage.bucket import is_url
@@ -38,30 +38,13 @@ def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Lo
     named = parse_location(where)
     if named.path is not None and named.path.exists() and not named.path.is_dir():
         problem = "is a file; name the directory of a checkpoint, a run or a Hugging Face model"
-        if named.path.suffix == ".gguf":
-            problem = "is a GGUF file, which is not read; use the Hugging Face model that it copies"
         raise ConfigError(f"{where}: {problem}")
     candidates = store_at(where).find_candidates(parts, "name another run or checkpoint")
     if candidates:
         return candidates[0]
-    names = named.list_files()
+    names = named.place.names()
     if MANIFEST in names or any(TENSOR_FILE.fullmatch(name) for name in names):
         return named
-    if MODEL_CONFIG in names:
-        problem = "a Hugging Face model, not a checkpoint of a run"
-        advice = "name the run or the checkpoint that it was exported from, or use transformers"
-        raise ConfigError(f"{named}: {problem}; {advice}")
-    if "adapter_model.safetensors" in names:
-        problem = "adapters of PEFT, without the model that they were trained on"
-        advice = "name the run or the checkpoint of their training, or merge them with PEFT's"
-        raise ConfigError(f"{named}: {problem}; {advice} merge_and_unload")
-    of_model = [name for name in names if name.endswith((".gguf", ".safetensors", TOKENIZER_JSON))]
-    if of_model:
-        problem = f"has {min(of_model)} but no {MODEL_CONFIG}"
-        advice = "name a directory with all files of a Hugging Face model, or a checkpoint or a run"
-        raise ConfigError(f"{named}: {problem}; {advice}")
-    if named.path is not None and (runs := sorted(named.path.glob("*/checkpoints"))):
-        raise ConfigError(f"{named}: has runs; name one of them, e.g. {runs[0].parent}")
     problem = "neither a checkpoint nor a run that has saved one"
     advice = f"name a directory that contains {MANIFEST} or checkpoints, or for init_from one"
     advice += f" with the {MODEL_CONFIG} of a Hugging Face model"
