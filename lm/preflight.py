@@ -375,8 +375,6 @@ def preflight(
         hp.checkpoint.init_from,
         launch_ids(os.environ),
     )
-    if resume_plan.fresh and not dry_run:  # else a restart before `begin_run` would resume
-        world.on_rank0(store.forget_launch, launch_ids(os.environ))
     if dry_run and resume_plan.resume_candidates:
         initial_weights = find_initial_weights(hp, world)  # its base is compared with theirs
     with world.all_or_none():
@@ -449,6 +447,8 @@ def preflight(
         if checked is not None:
             check_searcher(checked, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))
+    if resume_plan.fresh and not dry_run:  # else a restart before `begin_run` would resume
+        world.on_rank0(store.forget_launch, launch_ids(os.environ))
     if dry_run:
         notes = world.on_rank0(run.notes)
         if world.rank == 0:

@@ -293,8 +293,9 @@ class RunCheckpoints(CheckpointStore):
 
     def forget_launch(self, launch: Mapping[str, str]) -> None:
         state = self.read_state()
-        if not launch.items().isdisjoint(state.launch.items()):
-            write_state(self.places, state.replace(launch={}))
+        others = dict(state.launch.items() - launch.items())
+        if others != state.launch:
+            write_state(self.places, state.replace(launch=others))
 
     def record_early(self, state: RunState) -> None:
         if not any(movable(place) for place in self.places):

@@ -361,6 +361,13 @@ def test_restart_is_not_of_an_earlier_start_with_the_same_id(tmp_path: Path) -> 
     assert len(list((tmp_path / "runs" / "test").glob("before-*"))) == 1
 
 
+def test_start_that_is_refused_is_not_taken_for_the_last_one(tmp_path: Path) -> None:
+    attempt(0, tmp_path, "max_steps=2", "resume=fresh")
+    refused = "prompt=data without a tokenizer"
+    attempt(0, tmp_path, "max_steps=3", "resume=fresh", refused, code=2)
+    assert ", step 2\n" in attempt(1, tmp_path, "max_steps=3", "resume=fresh")
+
+
 @pytest.mark.slow
 def test_restart_without_a_checkpoint_resumes_the_given_one(
     two_steps: Path, tmp_path: Path

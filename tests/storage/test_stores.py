@@ -444,6 +444,13 @@ def test_store_forgets_a_first_save_that_failed(
     in_world(save_on_a_full_disk)
 
 
+def test_store_forgets_only_what_a_start_shares_with_the_one_before(place: Path) -> None:
+    store = LocalCheckpoints(place / "checkpoints")
+    store.begin_run(RunState(resume="fresh", launch={"JOB": "1", "RUN": "none"}), fresh=True)
+    store.forget_launch({"JOB": "2", "RUN": "none"})
+    assert store.read_state() == RunState(resume="fresh", launch={"JOB": "1"})
+
+
 def test_store_moves_earlier_runs_aside(kind_off_cluster: str, place: Path) -> None:
     def start_anew(world: World) -> None:
         with opened(kind_off_cluster, place, world) as checkpointer:
