@@ -24,7 +24,6 @@ from lm.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     NoManifestError,
-    read_manifest,
 )
 from lm.checkpoint.store import CheckpointStore, SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
@@ -61,16 +60,20 @@ def _describe_all(store: CheckpointStore, check: Check) -> tuple[list[str], bool
     What the run is saving now does not count.
     """
     saved, errors = store.list_saved()
-    lines: dict[SavedCheckpoint, str] = {}
+    lines: dict[str, str] = {}
+    intact: list[SavedCheckpoint] = []
     for entry in saved:
         location = store.locate(entry.name)
         try:
-            lines[entry] = describe(entry.name, *check(location))
+            lines[entry.name] = describe(
+                entry.name, entry.manifest, check(location, entry.manifest)
+            )
+            intact.append(entry)
         except CheckpointError as error:
             errors[location] = error
-    best = find_best(list(lines))
+    best = find_best(intact)
     if best is not None:
-        lines[best] += "  best"
+        lines[best.name] += "  best"
     found = list(lines.values())
     all_complete = True
     is_in_use = store.is_in_use()
@@ -83,33 +86,28 @@ def _describe_all(store: CheckpointStore, check: Check) -> tuple[list[str], bool
     return found, all_complete
 
 
-Check = Callable[[Location], tuple[Manifest, str]]
-"""Returns the manifest of a checkpoint, and how far it was checked."""
+Check = Callable[[Location, Manifest], str]
+"""Checks a checkpoint that has all files of its manifest; returns how far."""
 
 
-def check_listed(location: Location) -> tuple[Manifest, str]:
-    """Return the manifest of the checkpoint at `location`, and how far it was checked.
-
-    No tensors are read, and in object storage no headers.
-    """
-    manifest = location.read_manifest(PARTS)
+def check_listed(location: Location, manifest: Manifest) -> str:
+    """Read no tensors, and in object storage no headers."""
     require_sizes_of_model(str(location), manifest)
     if location.path is not None:
         find_tensors(location.path, manifest)
-    return manifest, "all files present"
+    return "all files present"
 
 
-def verify_at(location: Location) -> tuple[Manifest, str]:
-    """Return what `check_listed` does of a checkpoint, all of which is read."""
+def verify_at(location: Location, manifest: Manifest) -> str:
+    """Read all of a checkpoint."""
     from lm.checkpoint.contents import verify  # with PyTorch, which `list` does not need
 
     with location.fetch() as path:
-        manifest = read_manifest(path)
         try:
             verify(path, manifest)
         except CheckpointError as error:
             raise type(error)(str(error).replace(str(path), str(location))) from None
-    return manifest, "complete"
+    return "complete"
 
 
 @oserror_as_config_error
@@ -119,7 +117,8 @@ def verify_path(path: str) -> tuple[list[str], bool]:
     if lines:
         return lines, all_complete
     location = locate_checkpoint(path)
-    return [describe(location.name, *verify_at(location))], True
+    manifest = location.read_manifest(PARTS)
+    return [describe(location.name, manifest, verify_at(location, manifest))], True
 
 
 @command

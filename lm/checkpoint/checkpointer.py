@@ -262,7 +262,7 @@ class Checkpointer:
         """Return a time later than that of every checkpoint: clocks differ, and are set back."""
         if self._newest_time is None:
             saved, _ = self.store.list_saved(WEIGHTS)
-            self._newest_time = max((entry.time for entry in saved), default=0.0)
+            self._newest_time = max((entry.manifest.time for entry in saved), default=0.0)
         self._newest_time = max(time.time(), self._newest_time + 1e-3)
         return self._newest_time
 
@@ -288,13 +288,13 @@ class Checkpointer:
             with world.all_or_none():
                 if world.rank == 0:
                     self._require_visible(path, files)
+                    self.store.require_lock()
                     with _oserror_as_run_error(path, world.rank, needed):
-                        if self.store.writes_in_place:
-                            self.store.before_manifest(path.name)
                         write_manifest(path, manifest.model_copy(update={"files": files}))
         except Exception:
             if world.rank == 0:
-                self.store.remove_failed(path)
+                if self.store.writes_in_place:
+                    shutil.rmtree(path, ignore_errors=True)
                 self.store.require_lock()  # another run may have removed the files
             raise
 

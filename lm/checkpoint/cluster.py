@@ -19,7 +19,6 @@ from lm.checkpoint.store import (
     NewCheckpoint,
     SavedCheckpoint,
     expired,
-    saved_checkpoint,
 )
 from lm.determined import master
 from lm.errors import error_prefix
@@ -81,7 +80,7 @@ class ClusterCheckpoints(CheckpointStore):
         self,
         parts: Collection[str] = PARTS,  # noqa: ARG002
     ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
-        return sorted(self._saved), {}
+        return self._saved, {}
 
     def was_committed(self) -> bool:
         return bool(self._saved)
@@ -125,7 +124,7 @@ class ClusterCheckpoints(CheckpointStore):
 
     def add(self, location: Location, manifest: Manifest) -> None:
         if isinstance(location, ClusterLocation):
-            self._saved.append(saved_checkpoint(location.name, manifest))
+            self._saved.append(SavedCheckpoint(location.name, manifest))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         for entry in expired(self._saved, keep, damaged):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.storage.bucket import Bucket, is_url
 from lm.storage.folder import require_space, scratch
-from lm.storage.place import place_at
+from lm.storage.place import Place, place_at
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -45,14 +46,15 @@ class Location:
         """The directory; None = it has to be downloaded."""
         return None if is_url(self.where) else Path(self.where)
 
-    def list_files(self) -> set[str]:
-        """Return the names of the files and folders."""
-        return place_at(self.where).names()
+    @cached_property
+    def place(self) -> Place:
+        """Its files."""
+        return place_at(self.where)
 
     def read_manifest(self, parts: Collection[str] = WEIGHTS) -> Manifest:
         """Return the manifest, if the files of `parts` have the sizes that it says."""
-        manifest = read_manifest(self.where)
-        check_files(self.where, manifest, parts)
+        manifest = read_manifest(self.place)
+        check_files(self.place, manifest, parts)
         return manifest
 
     @contextmanager
@@ -78,7 +80,8 @@ class Location:
         require_space(directory.parent, needed, "free space, or set TMPDIR to a larger disk")
         directory.mkdir()
         try:
-            Bucket(self.where).download([*files, MANIFEST], directory)
+            assert isinstance(self.place, Bucket)
+            self.place.download([*files, MANIFEST], directory)
         except FileNotFoundError:
             raise CheckpointError(f"{self}: deleted while it was read") from None
         return directory

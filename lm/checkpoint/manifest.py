@@ -26,7 +26,7 @@ import json
 import re
 import shlex
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import google_crc32c
@@ -44,7 +44,7 @@ from lm.fileio import (
 )
 from lm.metrics.records import MetricSums
 from lm.storage.folder import DRAFT, MANIFEST, FileRecord
-from lm.storage.place import Directory, place_at
+from lm.storage.place import Directory, Place
 from lm.transformers_config import model_config
 
 FORMAT = 3
@@ -163,56 +163,72 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         sync_directory(path)
 
 
-def read_manifest(where: Path | str) -> Manifest:
-    """Return the manifest of the checkpoint at a path or URL; its files are not looked at.
+def _place_and_name(where: Path | Place, folder: str) -> tuple[Place, str]:
+    """Return what has the files of a checkpoint, and what messages call the checkpoint."""
+    place = Directory(where) if isinstance(where, Path) else where
+    if isinstance(place, Directory):
+        return place, str(place.path.absolute() / folder)
+    return place, f"{place}/{folder}".rstrip("/")
+
+
+def read_manifest(where: Path | Place, folder: str = "") -> Manifest:
+    """Return the manifest of a checkpoint; its files are not looked at.
+
+    Args:
+        folder: of the checkpoint in `where`.
 
     Raises:
         CheckpointError: the manifest is missing, damaged or a symbolic link.
         ConfigError: the manifest is of another format.
     """
-    problem = f"{where}: not a complete checkpoint, {MANIFEST}"
-    place = place_at(where)
-    if isinstance(place, Directory) and place.path.is_symlink():
-        raise CheckpointError(f"{where}: is a symbolic link; a checkpoint is a directory")
+    place, name = _place_and_name(where, folder)
+    problem = f"{name}: not a complete checkpoint, {MANIFEST}"
+    if isinstance(place, Directory) and (place.path / folder).is_symlink():
+        raise CheckpointError(f"{name}: is a symbolic link; a checkpoint is a directory")
     try:
-        content = place.read(MANIFEST)
+        content = place.read(f"{PurePosixPath(folder, MANIFEST)}")
     except FileNotFoundError:
         raise NoManifestError(f"{problem}: missing") from None
     except OSError as error:
         raise CheckpointError(f"{problem}: {error.strerror}") from None
-    return parse_manifest(f"{where}/{MANIFEST}", content)
+    return parse_manifest(f"{name}/{MANIFEST}", content)
 
 
 def check_files(
-    where: Path | str,
+    where: Path | Place,
     manifest: Manifest,
     parts: Collection[str] = PARTS,
+    folder: str = "",
 ) -> None:
-    """Compare the sizes of the files of `parts` of the checkpoint at `where` with its manifest.
+    """Compare the sizes of the files of `parts` of a checkpoint with its manifest.
+
+    Args:
+        folder: of the checkpoint in `where`.
 
     Raises:
         CheckpointError: a file is missing, or has another size.
     """
+    place, checkpoint = _place_and_name(where, folder)
     try:
-        sizes = place_at(where).sizes()
+        sizes = place.sizes(folder)
     except OSError as error:
-        raise CheckpointError(f"{where}: {error.strerror}") from None
+        raise CheckpointError(f"{checkpoint}: {error.strerror}") from None
     missing: list[str] = []
     for name, entry in manifest.files_of(parts).items():
         if name not in sizes:
             missing.append(name)
         elif sizes[name] != entry.bytes:
             problem = f"has {sizes[name]} bytes, but {entry.bytes} were written"
-            raise CheckpointError(f"{where}/{name}: {problem}")
+            raise CheckpointError(f"{checkpoint}/{name}: {problem}")
     if not missing:
         return
     more = ""
     if len(missing) > 1:
         more = f", as are {len(missing) - 1} more files"
     if manifest.files_of(WEIGHTS).keys().isdisjoint(missing):
-        start = f"init_from={shlex.quote(str(where))} in another run"
+        start = f"init_from={shlex.quote(checkpoint)} in another run"
         more += f"; its weights are there: {start} starts with them at step 0"
-    raise CheckpointError(f"{where}/{missing[0]}: missing, or not a regular file{more}")
+    raise CheckpointError(f"{checkpoint}/{missing[0]}: missing, or not a regular file{more}")
 
 
 def parse_manifest(path: Path | str, text: bytes) -> Manifest:

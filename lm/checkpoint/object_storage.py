@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.checkpoint.store import LocalCheckpoints, NewCheckpoint, RunCheckpoints
+from lm.checkpoint.store import NewCheckpoint, RunCheckpoints
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
 from lm.runtime.run_state import STATE, RunState, finish_move, movable
@@ -81,7 +81,8 @@ class BucketCheckpoints(RunCheckpoints):
             RunError: another run has the lease.
         """
         assert self._run_dir is not None
-        if LocalCheckpoints(self._run_dir / "checkpoints").was_committed():
+        on_disk = Directory(self._run_dir).folders("checkpoints")
+        if any(MANIFEST in files for files in on_disk.values()):
             problem = f"{self._run_dir}: has checkpoints on this disk"
             remedy = (
                 f"use another run_name, with resume={self._run_dir} to continue from the newest"
@@ -116,7 +117,6 @@ class BucketCheckpoints(RunCheckpoints):
         assert self._lease is not None
         self._lease.require()
         self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
-        self.before_manifest(name)
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
         self.bucket.delete([f"checkpoints/{name}/{DRAFT}"])
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lm.checkpoint.location import Location, parse_location
-from lm.checkpoint.manifest import PARTS, CheckpointError, Manifest
+from lm.checkpoint.manifest import PARTS, CheckpointError, Manifest, check_files, read_manifest
 from lm.errors import ConfigError
 from lm.runtime.run_state import RunState, begin_run, movable, read_state, write_state
 from lm.storage.folder import DRAFT, MANIFEST, settle
@@ -25,28 +25,31 @@ if TYPE_CHECKING:
     from lm.runtime.world import World
 
 
-class SavedCheckpoint(NamedTuple):
-    """A complete checkpoint, as retention sees it."""
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint of a run."""
 
-    time: float
     name: str
-    validation_loss: float | None
-    validation_data: str = ""
-    """fingerprint of the data of `validation_loss`"""
+    manifest: Manifest
 
 
 def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
-    """Return the one of `saved` with the lowest validation loss, the newest of equals.
+    """Return the one with the lowest validation loss, the newest of equals.
 
     Only those that were validated on the same data as the newest of all are compared.
+
+    Args:
+        saved: oldest first.
     """
-    data = max(saved).validation_data if saved else ""
-    evaluated = [
-        entry
-        for entry in saved
-        if entry.validation_loss is not None and entry.validation_data == data
-    ]
-    return min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
+    best: SavedCheckpoint | None = None
+    lowest = math.inf
+    for entry in saved:
+        loss = entry.manifest.validation_loss
+        is_same_data = entry.manifest.data["validation"] == saved[-1].manifest.data["validation"]
+        if loss is not None and is_same_data and loss <= lowest:
+            best = entry
+            lowest = loss
+    return best
 
 
 def expired(
@@ -54,20 +57,15 @@ def expired(
 ) -> list[SavedCheckpoint]:
     """Return all of `saved` except the `keep` newest and the best; an empty list if `keep` is None.
 
-    Those named in `damaged` are neither counted nor returned.
+    Args:
+        saved: oldest first.
+        damaged: names of those that are neither counted nor returned.
     """
     if keep is None:
         return []
     saved = [entry for entry in saved if entry.name not in damaged]
     best = find_best(saved)
-    return [entry for entry in sorted(saved)[:-keep] if entry is not best]
-
-
-def saved_checkpoint(name: str, manifest: Manifest) -> SavedCheckpoint:
-    """Return what retention knows of the checkpoint `name`."""
-    return SavedCheckpoint(
-        manifest.time, name, manifest.validation_loss, manifest.data["validation"]
-    )
+    return [entry for entry in saved[:-keep] if entry is not best]
 
 
 @dataclass
@@ -163,14 +161,6 @@ class CheckpointStore(ABC):
     def require_lock(self) -> None:  # noqa: B027
         """Raise InUseError if another run writes here, too."""
 
-    def before_manifest(self, name: str) -> None:  # noqa: B027
-        """Prepare for the manifest of the checkpoint `name`, whose other files are all there."""
-
-    def remove_failed(self, path: Path) -> None:
-        """Remove what a failed save has written to `path`, if all ranks share it."""
-        if self.writes_in_place:
-            shutil.rmtree(path, ignore_errors=True)
-
     def start(self, world: World) -> None:  # noqa: B027
         """Make this run the only one that writes here; before that, a store is only read."""
 
@@ -214,8 +204,7 @@ class CheckpointStore(ABC):
 class RunCheckpoints(CheckpointStore):
     """The checkpoints of a run off the cluster, in its directory or its bucket.
 
-    `state.json` names the first one before that has a manifest: without one left, the run has lost
-    its checkpoints, or was killed while it saved the first one, which is then still a draft.
+    `state.json` says whether one was ever complete: if none is left, they were lost.
 
     Args:
         place: where the run is.
@@ -240,12 +229,14 @@ class RunCheckpoints(CheckpointStore):
         saved: list[SavedCheckpoint] = []
         incomplete: dict[Location, CheckpointError] = {}
         for name in sorted(self.folders()):
-            location = self.locate(name)
+            folder = f"{self._folder}/{name}"
             try:
-                saved.append(saved_checkpoint(name, location.read_manifest(parts)))
+                manifest = read_manifest(self.place, folder)
+                check_files(self.place, manifest, parts, folder)
+                saved.append(SavedCheckpoint(name, manifest))
             except CheckpointError as error:
-                incomplete[location] = error
-        return sorted(saved), incomplete
+                incomplete[self.locate(name)] = error
+        return sorted(saved, key=lambda entry: entry.manifest.time), incomplete
 
     def folders(self) -> dict[str, set[str]]:
         """Return the names of the files of each checkpoint, complete or not."""
@@ -260,28 +251,13 @@ class RunCheckpoints(CheckpointStore):
         return read_state(self.places)
 
     def was_committed(self) -> bool:
-        folders = self.folders()
-        if any(MANIFEST in files for files in folders.values()):
-            return True
-        where, _, name = (self.read_state().first_checkpoint or "").rpartition("/")
-        return where == self._mark and not _is_draft(folders.get(name, set()))
+        has_manifest = any(MANIFEST in files for files in self.folders().values())
+        return has_manifest or self.read_state().has_saved
 
-    @property
-    def _mark(self) -> str:
-        """Return where the checkpoints are, as the state says it: users may rename a directory."""
-        if isinstance(self.place, Directory):
-            return self._folder
-        return str(self)
-
-    def mark_first(self, name: str | None) -> None:
-        """Let the state name the first checkpoint, which now gets its manifest; None = none."""
-        first = None if name is None else f"{self._mark}/{name}"
-        write_state(self.places, self.read_state().replace(first_checkpoint=first))
-
-    def before_manifest(self, name: str) -> None:
-        self.require_lock()
-        if not self.was_committed():
-            self.mark_first(name)
+    def add(self, location: Location, manifest: Manifest) -> None:  # noqa: ARG002
+        state = self.read_state()
+        if not state.has_saved and location == self.locate(location.name):
+            write_state(self.places, state.replace(has_saved=True))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         gone = self.find_drafts()  # this run, which has the lock, is not saving
@@ -330,12 +306,6 @@ class LocalCheckpoints(RunCheckpoints):
 
     def require_lock(self) -> None:
         require_held(self._lock)
-
-    def remove_failed(self, path: Path) -> None:
-        super().remove_failed(path)
-        with suppress(OSError):  # the disk fails
-            if self.read_state().first_checkpoint == f"{self._mark}/{path.name}":
-                self.mark_first(None)
 
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002

@@ -139,7 +139,7 @@ class RunDir:
             raise ConfigError(f"{problem}; {remedy}") from None
         place = [Directory(self.path)]
         finish_move(place)
-        if read_state(place).first_checkpoint:  # the file system has shown that it can save
+        if read_state(place).has_saved:  # the file system has shown that it can save
             return
         try:
             _try_to_save(self.checkpoints)

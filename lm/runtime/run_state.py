@@ -1,8 +1,8 @@
 """What a run off the cluster started from, and whether it ever had a checkpoint: `state.json`.
 
-It is written before a run's first step, and before the manifest of its first checkpoint, so that a
-run that is killed at any moment neither forgets its start nor starts again at step 0 after its
-checkpoints are lost.
+It is written before a run's first step, and after its first checkpoint, so that a run that is
+killed at any moment neither forgets its start nor starts again at step 0 after its checkpoints are
+lost.
 
 A run in a bucket has it there and in its directory on this machine: the functions get both places,
 of which the first counts that has it.
@@ -47,9 +47,8 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
     init_from: str | None = Field(
         default=None, description="the hyperparameter: its initial weights"
     )
-    first_checkpoint: str | None = Field(
-        default=None,
-        description="its first one, unless that has no manifest: `checkpoints/NAME`, or a URL",
+    has_saved: bool = Field(
+        default=False, description="whether a checkpoint of it was ever complete"
     )
     moving_to: str | None = Field(
         default=None,
@@ -57,7 +56,7 @@ class RunState(BaseModel, frozen=True, extra="forbid"):
         description="directory to which files of earlier runs are being moved",
     )
 
-    def replace(self, **changes: str | dict[str, str] | None) -> RunState:
+    def replace(self, **changes: str | bool | dict[str, str] | None) -> RunState:
         """Return a copy with `changes`."""
         return self.model_copy(update=changes)
 

@@ -52,9 +52,9 @@ class Directory:
                 found[folder.name] = {path.name for path in folder.iterdir()}
         return found
 
-    def sizes(self) -> dict[str, int]:
-        """Return the sizes of the regular files, by name."""
-        with os.scandir(self.path) as entries:
+    def sizes(self, path: str = "") -> dict[str, int]:
+        """Return the sizes of the regular files in the folder `path`, by name."""
+        with os.scandir(self.path / path) as entries:
             files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
             return {file.name: file.stat(follow_symlinks=False).st_size for file in files}
 

@@ -40,6 +40,7 @@ from tests.support.checkpoints import (
     rewrite_header,
     save_toy,
     toy_model,
+    write_checkpoint,
 )
 from tests.support.ranks import run_ranks
 
@@ -162,9 +163,14 @@ def test_find_checkpoint_finds_the_newest_complete_one(
     assert capsys.readouterr().err.startswith(f"skipping {checkpoints}/2/{SHARDS[0]}: missing")
 
 
-def test_expired_compares_losses_of_the_same_data_only() -> None:
+def test_expired_compares_losses_of_the_same_data_only(tmp_path: Path) -> None:
     losses = [(1.0, "old"), (2.0, "new"), (1.5, "new"), (3.0, "new")]
-    saved = [SavedCheckpoint(time, str(time), *entry) for time, entry in enumerate(losses)]
+    manifest = read_manifest(write_checkpoint(tmp_path / "checkpoint"))
+    saved: list[SavedCheckpoint] = []
+    for time, (loss, data) in enumerate(losses):
+        of_data = {"train": "", "validation": data}
+        changes = {"time": float(time), "validation_loss": loss, "data": of_data}
+        saved.append(SavedCheckpoint(str(time), manifest.model_copy(update=changes)))
     assert [entry.name for entry in expired(saved, 1)] == ["0", "1"]
     assert [entry.name for entry in expired(saved[:1], 1)] == []
 

@@ -41,10 +41,9 @@ from lm.launch.spawn import reserve_port
 from lm.preflight import Job, preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime.run_dir import RunDir
-from lm.runtime.run_state import RunState, write_state
+from lm.runtime.run_state import RunState
 from lm.runtime.world import MeshShape, World
 from lm.storage import bucket, lease
-from lm.storage.place import Directory
 from tests.soak import soak
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -320,9 +319,18 @@ def test_machines_refuse_damage_together(two_machines: TwoMachines) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_list_of_a_url(
-    two_machines: TwoMachines, capsys: pytest.CaptureFixture[str]
+    two_machines: TwoMachines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened: list[str] = []
+    connect = bucket.Bucket.retry_for
+
+    def count(new: bucket.Bucket, seconds: float) -> None:
+        opened.append(new.url)
+        connect(new, seconds)
+
+    monkeypatch.setattr(bucket.Bucket, "retry_for", count)
     assert command.main(["list", two_machines.url]) == 0
+    assert opened == [two_machines.url], "once for all checkpoints"
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == two_machines.uuids[1:]
     assert lines[0].endswith("best")
@@ -481,7 +489,9 @@ def test_lease_of_a_dead_run_is_replaced(
     c.acquire()  # released: at once
     c.release()
     # A run on this disk, which would seem to be lost:
-    write_state([Directory(folders[2])], RunState(first_checkpoint="checkpoints/1"))
+    complete = folders[2] / "checkpoints" / "1"
+    complete.mkdir(parents=True)
+    (complete / MANIFEST).touch()
     with pytest.raises(ConfigError, match=f"^{folders[2]}: .*run_name, with resume={folders[2]} "):
         c.acquire()
 

@@ -372,6 +372,8 @@ def test_store_whose_first_save_was_killed_starts_anew(
             plan = plan_resume("auto", None, store, restarted={})
             assert len(plan.resume_candidates) == (moment == "after")
             if moment == "after":
+                (candidate,) = plan.resume_candidates
+                checkpointer.add_saved(candidate, candidate.read_manifest())  # resumed from
                 delete_all(store)
                 with pytest.raises(ConfigError, match="resume=fresh"):
                     plan_resume("auto", None, store, restarted={})
