@@ -44,14 +44,9 @@ def as_run_error(error: BaseException | None, rank: int) -> RunError | None:
         remedy = "raise the limit of this shell: ulimit -n 65536"
         return RunError(f"rank {rank}: {too_many_files}; {remedy}", rank_local=True)
     if "Unable to find address for" in str(error):  # by gloo
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        if interface in ("lo", "lo0"):  # as set by `join_world`
-            problem = f"the loopback interface {interface} is down or has no address"
-            remedy = f"ip link set {interface} up"
-            return ConfigError(f"rank {rank}: {problem}; {remedy}", rank_local=True)
-        variable = f"GLOO_SOCKET_IFNAME={interface}"
-        problem = f"{variable}: not a network interface of this machine, or without an address"
-        remedy = "use one that `ip address` lists, or unset the variable"
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")  # on one machine set by `join_world`
+        problem = f"GLOO_SOCKET_IFNAME={interface}: no network interface with an address here"
+        remedy = f"use one that `ip address` lists, or: ip link set {interface} up"
         return ConfigError(f"rank {rank}: {problem}; {remedy}", rank_local=True)
     if "failed to map segment from shared object" in str(error):
         problem = f"nothing can be executed in {tempfile.gettempdir()} (noexec), where compile"

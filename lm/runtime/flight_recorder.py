@@ -87,29 +87,3 @@ def _has_active_entries(pending: _Pending) -> bool:
     """Return whether the recorder has a collective of the group that has not ended."""
     entries = _dump(with_entries=True)[pending.backend].get("entries", [])
     return any(str(entry["pg_id"]) == pending.group and not entry["retired"] for entry in entries)
-
-
-def describe_last_collectives(number: int = 3) -> str:
-    """Return the last collectives that this process started, newest last, e.g. for an error.
-
-    Those that have not ended come after all others: meanwhile another thread may have started and
-    ended several, e.g. to save a checkpoint.
-    """
-    entries = []
-    for dump in _dump(with_entries=True):
-        entries += dump.get("entries", [])
-    entries.sort(key=lambda entry: (not entry["retired"], entry["time_created_ns"]))
-    described = [_describe(entry) for entry in entries[-number:]]
-    return ", ".join(described) or "none"
-
-
-def _describe(entry: dict[str, Any]) -> str:
-    """Return e.g. "gloo:all_gather 7 of [[5]] (group 1, ended)"."""
-    name, description = entry["process_group"]
-    if description not in ("", "undefined"):
-        name = f"{name} {description}"
-    state = entry["state"]
-    if entry["retired"]:
-        state = "ended"
-    what = f"{entry['profiling_name']} {entry['collective_seq_id']} of {entry['input_sizes']}"
-    return f"{what} (group {name}, {state})"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from lm.errors import ConfigError, RunError
 from lm.launch.console import record_error
 from lm.runtime.failures import is_disconnection
-from lm.runtime.flight_recorder import PendingCollectives, describe_last_collectives
+from lm.runtime.flight_recorder import PendingCollectives
 
 INTERVAL = 0.25
 """seconds between two looks"""
@@ -72,15 +72,6 @@ class Cause:
     """of the rank that caused it"""
 
 
-@dataclass
-class _Pause:
-    """A time in which the watchdog's thread did not run."""
-
-    seconds: float
-    step: int
-    """the last one that this rank had completed"""
-
-
 class Watchdog:
     """Context manager around the run of one rank.
 
@@ -94,13 +85,10 @@ class Watchdog:
         self._size = size
         self._timeout = timeout
         self._interval = min(max(INTERVAL, timeout / _MOST_HEARTBEATS), 1.0)
-        self._long_pause = timeout / 2  # other ranks may have waited before it, too
         self._step = 0
         self._collective_pending = False
         self._collective_failed = False
         self._stacks_printed = False
-        self._last_look = 0.0
-        self._last_long_pause: _Pause | None = None
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=self._watch, name="watchdog", daemon=True),
@@ -111,7 +99,6 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._size > 1:
-            self._last_look = time.monotonic()
             for thread in self._threads:
                 thread.start()
         return self
@@ -126,9 +113,12 @@ class Watchdog:
         Asks no other process, so that the thread stands still only if this process does.
         """
         pending = PendingCollectives(check_after=self._timeout / 2)
-        seconds_running = 0.0  # without those in which this process was stopped
+        seconds_running = 0.0
+        last_look = time.monotonic()
         while not self._stopped.wait(INTERVAL):
-            seconds_running += self._measure_pause()
+            now = time.monotonic()
+            seconds_running += min(now - last_look, 4 * INTERVAL)  # more: this process was stopped
+            last_look = now
             seconds_pending = pending.longest(seconds_running)
             self._collective_pending = seconds_pending > 0
             if self._collective_failed or self._stacks_printed:
@@ -140,15 +130,6 @@ class Watchdog:
                 self._collective_failed = True
                 self._end_process()
         faulthandler.cancel_dump_traceback_later()
-
-    def _measure_pause(self) -> float:
-        """Return the seconds since the last look; of a pause, only those of a late look."""
-        now = time.monotonic()
-        seconds = now - self._last_look
-        if seconds >= self._long_pause:
-            self._last_long_pause = _Pause(seconds, self._step)
-        self._last_look = now  # after the pause: the main thread reads them in the other order
-        return min(seconds, 4 * INTERVAL)
 
     def _publish_heartbeats(self) -> None:
         """Publish heartbeats, and print the stacks once if asked, until the run ends here."""
@@ -228,14 +209,6 @@ class Watchdog:
             error: of the collective; None = it raised none.
         """
         where = self._where()
-        pause = self._recent_long_pause()
-        if pause is not None:
-            return RunError(
-                f"{where}: did not run for {pause:.0f} s, while other ranks waited for it"
-                f" for {self._timeout:g} s (collective_timeout): stopped, swapped out, or held by"
-                " one of its threads",
-                rank_local=True,
-            )
         if self._stacks_printed:
             return RunError(
                 f"{where}: other ranks waited for it longer than {self._timeout:g} s"
@@ -249,28 +222,10 @@ class Watchdog:
         problems = [f"{where}: {what} {problem}" for problem in cause.problems]
         if cause.exit_code == ConfigError.exit_code:
             return ConfigError(*problems, rank_local=True)
-        if timed_out:
-            problems.append(f"{where}: its last collectives: {describe_last_collectives()}")
-        elif isinstance(error, dist.DistBackendError):  # which may have another cause
+        if not timed_out and isinstance(error, dist.DistBackendError):  # which may be the cause
             _, _, reason = str(error).rpartition("Last error:")
             problems.append(f"{where}: NCCL: {' '.join(reason.split())}")
         return RunError(*problems, rank_local=True)
-
-    def _recent_long_pause(self) -> float | None:
-        """Return for how many seconds this process did not run, if long and recent enough.
-
-        Then the other ranks have timed out, and a collective has failed here because they ended.
-        """
-        last_look = self._last_look
-        pause = self._last_long_pause
-        seconds = time.monotonic() - last_look
-        if seconds >= self._long_pause:
-            return seconds  # the thread has not run again yet
-        # A collective that is joined after it may wait to its own timeout. If a step that started
-        # after it has ended, the other ranks have not.
-        if pause is not None and self._step <= pause.step + 1:
-            return pause.seconds
-        return None
 
     def _find_cause(self, timed_out: bool) -> Cause:
         """Return the ranks that the collective waited for, or the error that ended another rank."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lm.runtime.flight_recorder import PendingCollectives, describe_last_collectives
+from lm.runtime.flight_recorder import PendingCollectives
 from lm.runtime.world import World
 from tests.support.ranks import run_ranks
 from tests.support.runs import wait_until
@@ -53,28 +52,3 @@ def test_pending_collectives_that_complete_out_of_order() -> None:
     for rank, (unchecked, alone) in enumerate(results):
         assert unchecked > 0
         assert alone == (rank == 0)
-
-
-def describe_while_one_waits(world: World) -> str:
-    """Return what is said of a collective that only rank 0 joins, while another group works."""
-    if world.rank == 0:
-        dist.all_reduce(torch.ones(7), async_op=True)
-    for _ in range(5):
-        world.all_gather_object(world.rank)
-    n_waiting = int(world.rank == 0)
-    # The recorder learns that a collective has ended after those who wait for it.
-    wait_until(lambda: describe_last_collectives().count("scheduled") == n_waiting)
-    described = describe_last_collectives()
-    dist.barrier(world.control)
-    return described
-
-
-def test_pending_collectives_are_described_last() -> None:
-    described, of_the_other = run_ranks(2, describe_while_one_waits)
-    *others, last = re.findall(r"gloo:\w+ .*?\)", described)
-    assert last.startswith("gloo:all_reduce")
-    assert "[[7]]" in last
-    assert "ended" not in last
-    assert len(others) == 2
-    assert all("ended" in other for other in others)
-    assert "all_reduce" not in of_the_other
