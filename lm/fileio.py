@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -215,44 +214,22 @@ def print_once(line: str) -> None:
     print(make_printable(line), file=sys.stderr)
 
 
-def drop_records(path: Path, kind: type[L], step: int, is_kept: Callable[[L], bool]) -> None:
-    """Remove lines at the end of a file of records, whose steps only increase; crash-safe.
+def drop_records(path: Path, kind: type[L], is_kept: Callable[[L], bool]) -> None:
+    """Remove the lines of a file of records that are not `is_kept`; crash-safe.
 
-    What stays is the lines before the first of step `step` or a later one, and those that
-    `is_kept`. A file that does not exist is created.
+    A file that does not exist is created.
     """
     open(path, "a+b", opener=open_regular).close()  # which does not wait for a FIFO
     draft = path.with_name(f"{path.name}.draft")
     draft.unlink(missing_ok=True)
     with open(path, "rb", opener=open_regular) as file, draft.open("xb") as kept:
         size = os.fstat(file.fileno()).st_size
-        start = _find_step(file, size, kind, step)
-        file.seek(0)
-        shutil.copyfileobj(file, kept)
-        kept.seek(start)
-        kept.truncate()
-        file.seek(start)
         for line in _read_lines(file, size):
             with suppress(ValidationError):
                 if is_kept(kind.model_validate_json(line)):
                     kept.write(line)
         sync(kept)
     draft.replace(path)
-
-
-def _find_step(file: BufferedReader, size: int, kind: type[L], step: int) -> int:
-    """Return the byte of a line after which all lines are that have `step` or a later one."""
-    n_read = 1 << 16
-    while n_read < size:
-        start = file.seek(size - n_read)
-        start += len(file.readline())  # the end of a line
-        for line in _read_lines(file, size):
-            with suppress(ValidationError):
-                if kind.model_validate_json(line).step < step:
-                    return start
-                break
-        n_read *= 2
-    return 0
 
 
 def describe_invalid(error: ValidationError, *outer: str) -> str:

@@ -99,7 +99,7 @@ class JSONL(Sink):
         def is_kept(line: Logged) -> bool:
             return line.step < _first_dropped_step(line.group, start, missing)
 
-        drop_records(path, kind, start, is_kept)
+        drop_records(path, kind, is_kept)
         return open(path, "a", opener=open_regular)
 
     def write(self, record: Record) -> None:
