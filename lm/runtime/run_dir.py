@@ -69,10 +69,6 @@ class RunDir:
                 f"run_name: {name!r} is not a directory name; use letters, digits, '.', '_' and"
                 " '-', starting with a letter or digit: run_name=NAME or run_name=GROUP/NAME"
             )
-        group, _, rest = name.rpartition("/")
-        if group == RUNS.name:
-            problem = f"{name!r} would be {RUNS / name}, as every run is below {RUNS}"
-            raise ConfigError(f"run_name: {problem}; use run_name={rest}")
         self.path = RUNS / name
         self.url: str | None = None
         """of a run in object storage"""

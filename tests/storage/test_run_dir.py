@@ -69,7 +69,6 @@ def started(name: str = "x") -> RunDir:
         "a/b/c",
         "a/",
         "a/../b",
-        "runs/a",
         ".hidden",
         "-rf",
         "a b",
