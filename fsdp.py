@@ -738,9 +738,6 @@ class Trainer:
                     self.core_context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"
             self.logger.info(f"stopped after {step} {reason}")
-        else:
-            for line in self.run.how_to_extend_trial():
-                self.logger.info(line)
         if self.run.run_dir is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
             report = self.world.on_rank0(write_report, self.run.run_dir.path)

@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import socket
-import stat
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from lm.data.sampler import SampledSource
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.fileio import find_stranger
 from lm.flops import count_flops_per_token
 from lm.hf import weights
 from lm.hf.base import find_base
@@ -47,7 +47,6 @@ from lm.memory import MemoryCheck, check_memory
 from lm.metrics.device import peak_flops
 from lm.resume import (
     ResumePlan,
-    describe_jump,
     describe_lost_progress,
     is_complete,
     plan_resume,
@@ -58,7 +57,6 @@ from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
 from lm.tasks.task import Task
 from lm.training import four_bits, parallelize, profiling
-from lm.training.config import WINDOW
 from lm.transformers_config import AnyModelConfig, TransformersConfig
 from lm.units import format_number, format_parameters
 
@@ -225,23 +223,6 @@ class ResolvedRun:
         resumes = "when it is activated or has its slots again, unless it was canceled"
         return f"as requested; the trial resumes from step {step} {resumes}"
 
-    def how_to_extend_trial(self) -> list[str]:
-        """Return lines on how the platform continues a complete trial, if it is the only one."""
-        if self.trial is None or self.searcher is None or not self.trains:
-            return []
-        if self.searcher.name != "single":
-            return []
-        done = f"the trial is complete: {self.max_steps} steps"
-        if self.hp.run.max_epochs is not None:  # which limits max_steps
-            return [done]
-        command = f"det experiment continue {self.trial.trial.experiment_id}"
-        longer = f"--config hyperparameters.max_steps={2 * self.max_steps}"
-        lines = [f"{done}; to train on: {command} {longer}"]
-        jump = describe_jump(self.hp.optim, self.hp.optim, self.max_steps)
-        if jump is not None:
-            lines.append(jump)
-        return lines
-
     def facts(self, world: World) -> dict[str, Any]:
         """Return what must be equal on all ranks, by name."""
         facts: dict[str, Any] = {
@@ -301,21 +282,6 @@ class ResolvedRun:
             metrics = None if self.run_dir is None else self.run_dir.metrics
             is_restart = len(restart_ids(os.environ)) > 0
             notes += describe_lost_progress(self.resume_plan, is_restart, metrics)
-        if 0 < self.max_steps < hp.optim.warmup_steps:
-            lasts = (
-                f"warmup_steps {hp.optim.warmup_steps:g} is more than max_steps {self.max_steps}"
-            )
-            notes.append(f"{lasts}: the learning rate never reaches lr")
-        if hp.skipping.skip_spikes is not None and 0 < self.max_steps <= WINDOW:
-            notes.append(f"skip_spikes skips no spike in the first {WINDOW} steps, so here none")
-        checkpoint_rate = hp.checkpoint.checkpoint_rate
-        first_with_both = math.lcm(checkpoint_rate, self.validation_rate)
-        if checkpoint_rate < self.max_steps <= first_with_both:
-            rates = f"checkpoint_rate {checkpoint_rate} and validation_rate {self.validation_rate}"
-            notes.append(
-                f"{rates} meet at no step: only the last checkpoint has a validation loss and can"
-                " be the best"
-            )
         return notes
 
     def summary(self, world: World) -> str:
@@ -486,15 +452,10 @@ def choose_cache(dry_run: bool = False) -> None:
     elif "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         cache.mkdir(mode=0o700, exist_ok=True)
-        status = cache.lstat()
-        if (
-            not stat.S_ISDIR(status.st_mode)
-            or status.st_uid != os.getuid()
-            or status.st_mode & 0o022
-        ):
-            problem = "a link, or other users can write to it"
+        stranger = find_stranger(cache, os.getuid())
+        if stranger is not None:
             remedy = "set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
-            raise ConfigError(f"{cache}: {problem}; {remedy}")
+            raise ConfigError(f"{cache}: {stranger}; {remedy}")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 

@@ -193,7 +193,6 @@ def test_trial_trains_through_an_outage_of_the_master(master: Master, tmp_path: 
     ] == [*range(1, 25)]
     assert master.bodies("/api/v1/trials/{trial}/progress")[-1]["progress"] == 1.0
     assert saved(master) == {24}
-    assert "det experiment continue 1 --config hyperparameters.max_steps=48" in running.log
     assert master.refused == []
 
 

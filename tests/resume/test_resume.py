@@ -98,8 +98,7 @@ def test_resume_with_another_world_size(tmp_path: Path) -> None:
 )
 def test_resume_may_change_amp_dtype(before: str, after: str, tmp_path: Path) -> None:
     first = (f"amp_dtype={before}", "max_steps=2", "warmup_steps=3", "resume=fresh")
-    done = run_fsdp(tmp_path, *first, config=RUN, code=0)
-    assert "warmup_steps 3 is more than max_steps 2" in done.stdout
+    run_fsdp(tmp_path, *first, config=RUN, code=0)
     done = run_fsdp(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN, code=0)
     assert ("changed: amp_dtype" in done.stdout) == (before != after)
     assert "changed: resume" not in done.stdout
