@@ -48,7 +48,7 @@ from lm.metrics.device import GIB, peak_memory_gib
 from lm.metrics.records import Report
 from lm.runtime.run_state import RunState
 from lm.runtime.world import World
-from lm.training.config import WINDOW, OptimConfig, SkipConfig
+from lm.training.config import OptimConfig, SkipConfig
 from lm.training.optim import learning_rate
 from lm.units import format_bytes
 
@@ -176,7 +176,7 @@ def is_complete(
 ) -> bool:
     """Return whether the newest checkpoint completes the run and is intact.
 
-    If so, prints which changes have no effect, and how to train on.
+    If so, prints how to train on.
 
     Args:
         samples: the run draws samples, so one is due after the last step.
@@ -225,35 +225,15 @@ def describe_complete_run(
     Raises:
         CheckpointError: the hyperparameters of the checkpoint at `location` are not a run's.
     """
-    changes = require_same_run(saved, run_info)
-    trained = hyperparameters_of(str(location), saved, _Schedule)
-    now = _Schedule.model_validate(run_info.hyperparameters)
-    planned = trained.max_steps or saved.step
-    state = f"complete: {saved.step} steps"
-    jump = describe_jump(trained, now, saved.step)
-    if planned > saved.step:
-        state = f"stopped at step {saved.step} of {planned}, and max_steps is {now.max_steps}"
-        jump = None
-    length = "max_steps"
-    if run_info.hyperparameters["max_epochs"] is not None:  # which limits max_steps
-        length = "max_epochs"
-    lines = [f"{run} is {state}; raise {length} to train on, or restart with resume=fresh"]
+    step = saved.step
+    longer = {**run_info.hyperparameters, "max_steps": 2 * step}
+    longer_run = run_info.model_copy(update={"hyperparameters": longer})
+    remedy = "raise max_steps, or max_epochs, to train on, or restart with resume=fresh"
+    lines = [f"{run} is complete: {step} steps; {remedy}"]
+    jump = compare_learning_rates(location, saved, longer_run)
     if jump is not None:
-        lines.append(jump)
-    for change in changes.values():
-        ignored = f"ignored, as no step is left: {make_printable(change)}"
-        lines.append(f"{ignored}; another run_name trains with it")
+        lines.append(f"with max_steps={2 * step}: {jump}")
     return lines
-
-
-def describe_jump(trained: OptimConfig, now: OptimConfig, max_steps: int) -> str | None:
-    """Return a line if the learning rate jumps when a run of `max_steps` becomes twice as long."""
-    last = learning_rate(trained, max_steps - 1, max_steps)
-    following = learning_rate(now, max_steps, 2 * max_steps)
-    if math.isclose(last, following, rel_tol=0.02):
-        return None
-    jump = f"the learning rate jumps from {last:.2e} to {following:.2e}"
-    return f"with max_steps={2 * max_steps} {jump}, unless lr and lr_schedule change"
 
 
 def load_checkpoint(
@@ -372,16 +352,13 @@ def _resume_from(
     if not manifest.loss_scaled:
         del parts["scaler"]
     has_window = manifest.hyperparameters.get("skip_spikes") is not None
-    starts_window = len(parts["spikes"]) > 0 and not has_window
-    if starts_window:
+    if len(parts["spikes"]) > 0 and not has_window:  # `skip_spikes` is new
         del parts["spikes"]
     saved.read_into(parts)
     checkpointer.add_saved(location, manifest)
     log(f"resumed from checkpoint {location.name}, step {manifest.step}")
     if jump is not None:
         log(jump)
-    if starts_window:
-        log(f"skip_spikes: skips no spike before {WINDOW} more steps have been taken")
     for first, last in late:
         remedy = f"to skip all of it, resume from a checkpoint before step {first}"
         log(f"skip_steps: [{first}, {last}] starts too late; {remedy} (resume=CHECKPOINT)")

@@ -217,7 +217,6 @@ def test_skip_spikes_may_be_set_at_a_resume(poisoned: Path, tmp_path: Path) -> N
         assert f"resumed from checkpoint {checkpoints_by_step(tmp_path, name)[N_STEPS].name}" in (
             done.stdout
         )
-        assert ("skip_spikes: skips no spike before 128 more" in done.stdout) == (name == "listed")
 
 
 @pytest.mark.slow
@@ -225,8 +224,7 @@ def test_skip_steps_beyond_or_before_the_run(tmp_path: Path) -> None:
     beyond = run_fsdp(tmp_path, "skip_steps=[[3, 5]]", "max_steps=4", code=2)
     assert beyond.stderr.startswith("skip_steps: [3, 5] goes beyond the last step, 4")
     skipped = ["skip_steps=[[1, 2]]", "skip_spikes=6"]
-    done = run_fsdp(tmp_path, *skipped, "max_steps=2", "report_rate=2", code=0)
-    assert "skip_spikes skips no spike in the first 128 steps" in done.stdout
+    run_fsdp(tmp_path, *skipped, "max_steps=2", "report_rate=2", code=0)
     report = read_reports(tmp_path)[2]
     assert report["skipped_steps"] == 2
     assert "loss" not in report
