@@ -52,6 +52,7 @@ from lm.resume import (
     plan_resume,
 )
 from lm.runtime.run_dir import RunDir
+from lm.runtime.run_state import begin_run, forget_launch, record_early
 from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import TasksConfig, read_tasks
@@ -157,9 +158,9 @@ class ResolvedRun:
         if state is None or not (self.trains or fresh):
             yield
             return
-        world.on_rank0(store.record_early, state)  # in case the block is killed
+        world.on_rank0(record_early, store.places, state)  # in case the block is killed
         yield
-        world.run_in_thread_on_rank0(partial(store.begin_run, state, fresh=fresh))
+        world.run_in_thread_on_rank0(begin_run, store.places, state, fresh=fresh)
 
     @property
     def sample_rate(self) -> int | None:
@@ -414,7 +415,7 @@ def preflight(
             check_searcher(checked, hp.tasks, data)
     world.require_equal("ranks", run.facts(world))
     if resume_plan.fresh and not dry_run:  # else a restart before `begin_run` would resume
-        world.on_rank0(store.forget_launch, launch_ids(os.environ))
+        world.on_rank0(forget_launch, store.places, launch_ids(os.environ))
     if dry_run:
         notes = world.on_rank0(run.notes)
         if world.rank == 0:

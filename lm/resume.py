@@ -46,7 +46,7 @@ from lm.fields import keys_that_are
 from lm.fileio import read_records
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.metrics.records import Report
-from lm.runtime.run_state import RunState
+from lm.runtime.run_state import RunState, read_state
 from lm.runtime.world import World
 from lm.training.config import OptimConfig, SkipConfig
 from lm.training.optim import learning_rate
@@ -103,7 +103,7 @@ def plan_resume(
             run's start, of which there is no checkpoint yet.
         CheckpointError: there are checkpoints, but none is complete.
     """
-    state = store.read_state()
+    state = read_state(store.places)
     new_state = RunState(resume=resume, init_from=init_from, launch=dict(launch or {}))
     # A restart whose first attempt failed before it recorded its start is a first start, too.
     is_same_start = resume == state.resume and not restarted.items().isdisjoint(

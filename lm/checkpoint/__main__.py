@@ -1,10 +1,10 @@
 """Command: list and verify checkpoints.
 
-    python -m lm.checkpoint list RUN
+    python -m lm.checkpoint list CHECKPOINT|RUN
     python -m lm.checkpoint verify CHECKPOINT|RUN
 
-RUN and CHECKPOINT are directories or URLs; of a RUN, `verify` reads all checkpoints. It checks what
-loading checks before it compares the tensors with its own. `list` reads no tensors, and of a run in
+RUN and CHECKPOINT are directories or URLs; a RUN stands for all its checkpoints. `verify` checks
+what loading checks before it compares the tensors with its own. `list` reads no tensors, and in
 object storage compares only the sizes of the files. Exit code 1 if a checkpoint is incomplete or
 damaged.
 """
@@ -23,10 +23,9 @@ from lm.checkpoint.manifest import (
     PARTS,
     CheckpointError,
     Manifest,
-    NoManifestError,
 )
-from lm.checkpoint.store import CheckpointStore, SavedCheckpoint, find_best
-from lm.errors import ConfigError, command, oserror_as_config_error
+from lm.checkpoint.store import SavedCheckpoint, find_best
+from lm.errors import command, oserror_as_config_error
 from lm.fileio import expand_home
 from lm.units import format_bytes
 
@@ -43,23 +42,20 @@ def describe(name: str, manifest: Manifest, checked: str) -> str:
 
 
 @oserror_as_config_error
-def list_run(run: str) -> tuple[list[str], bool]:
-    """Return a line for each checkpoint of the run at a path or URL; see `_describe_all`."""
-    store = store_at(run)
-    lines, all_complete = _describe_all(store, check_listed)
-    if not lines:
-        locate_checkpoint(run)  # raises what is wrong, unless it is one checkpoint
-        remedy = "pass the directory or URL of a run that has saved one"
-        raise ConfigError(f"{store}: no checkpoints; {remedy}")
-    return lines, all_complete
+def describe_at(where: str, check: Check) -> tuple[list[str], bool]:
+    """Return a line for the checkpoint at a path or URL, or for each of the run there.
 
-
-def _describe_all(store: CheckpointStore, check: Check) -> tuple[list[str], bool]:
-    """Return a line for each checkpoint of a run, and whether all are complete.
-
-    What the run is saving now does not count.
+    Returns:
+        Also whether all are complete. What is being saved, or was when a kill ended it, does not
+        count.
     """
+    store = store_at(where)
+    drafts = store.find_drafts()
     saved, errors = store.list_saved()
+    if not saved and not errors:
+        location = locate_checkpoint(where)
+        manifest = location.read_manifest(PARTS)
+        return [describe(location.name, manifest, check(location, manifest))], True
     lines: dict[str, str] = {}
     intact: list[SavedCheckpoint] = []
     for entry in saved:
@@ -76,12 +72,11 @@ def _describe_all(store: CheckpointStore, check: Check) -> tuple[list[str], bool
         lines[best.name] += "  best"
     found = list(lines.values())
     all_complete = True
-    is_in_use = store.is_in_use()
-    for where, error in errors.items():
-        if is_in_use and isinstance(error, NoManifestError):
-            found.append(f"{where.name}  is being saved, or was when a kill ended the run before")
+    for location, error in errors.items():
+        if location.name in drafts:
+            found.append(f"{location.name}  is being saved, or was when a kill ended it")
         else:
-            found.append(f"{where.name}  not complete: {error}")
+            found.append(f"{location.name}  not complete: {error}")
             all_complete = False
     return found, all_complete
 
@@ -110,17 +105,6 @@ def verify_at(location: Location, manifest: Manifest) -> str:
     return "complete"
 
 
-@oserror_as_config_error
-def verify_path(path: str) -> tuple[list[str], bool]:
-    """Return what `list_run` does, of one checkpoint or of all of a run, which are read."""
-    lines, all_complete = _describe_all(store_at(path), verify_at)
-    if lines:
-        return lines, all_complete
-    location = locate_checkpoint(path)
-    manifest = location.read_manifest(PARTS)
-    return [describe(location.name, manifest, verify_at(location, manifest))], True
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
@@ -128,13 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m lm.checkpoint", description="List and verify checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    list_parser = commands.add_parser("list", help="list a run's checkpoints")
-    list_parser.add_argument("path", type=expand_home, metavar="RUN")
-    verify_parser = commands.add_parser("verify", help="read one checkpoint, or all of a run")
-    verify_parser.add_argument("path", type=expand_home, metavar="CHECKPOINT|RUN")
+    for name, purpose in (("list", "compare sizes of files"), ("verify", "read all of them")):
+        subparser = commands.add_parser(name, help=purpose)
+        subparser.add_argument("path", type=expand_home, metavar="CHECKPOINT|RUN")
     args = parser.parse_args(arguments)
-    report = list_run if args.command == "list" else verify_path
-    lines, all_complete = report(args.path)
+    check = check_listed if args.command == "list" else verify_at
+    lines, all_complete = describe_at(args.path, check)
     print("\n".join(lines))
     return 0 if all_complete else CheckpointError.exit_code
 

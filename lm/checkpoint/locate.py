@@ -8,7 +8,7 @@ from pathlib import Path
 from lm.checkpoint.location import Location, parse_location
 from lm.checkpoint.manifest import MANIFEST, TENSOR_FILE, WEIGHTS
 from lm.checkpoint.object_storage import BucketCheckpoints
-from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
+from lm.checkpoint.store import LocalCheckpoints, RunCheckpoints
 from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.launch.cleanup import open_until_exit
@@ -51,7 +51,7 @@ def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Lo
     raise ConfigError(f"{named}: {problem}; {advice}")
 
 
-def store_at(where: Path | str) -> CheckpointStore:
+def store_at(where: Path | str) -> RunCheckpoints:
     """Return the checkpoints of the run at `where`, a path or URL, to read them."""
     if is_url(where):
         return BucketCheckpoints(str(where).rstrip("/"))

@@ -61,10 +61,6 @@ class CheckpointError(RunError):
     """A directory is not a complete, intact checkpoint. Names the file and the reason."""
 
 
-class NoManifestError(CheckpointError):
-    """A directory has no manifest: it is being saved, or a kill ended that."""
-
-
 class Base(BaseModel, frozen=True, extra="forbid"):
     """The frozen weights that LoRA adapters were trained for."""
 
@@ -188,7 +184,7 @@ def read_manifest(where: Path | Place, folder: str = "") -> Manifest:
     try:
         content = place.read(f"{PurePosixPath(folder, MANIFEST)}")
     except FileNotFoundError:
-        raise NoManifestError(f"{problem}: missing") from None
+        raise CheckpointError(f"{problem}: missing") from None
     except OSError as error:
         raise CheckpointError(f"{problem}: {error.strerror}") from None
     return parse_manifest(f"{name}/{MANIFEST}", content)

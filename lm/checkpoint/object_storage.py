@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from lm.checkpoint.store import NewCheckpoint, RunCheckpoints
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
-from lm.runtime.run_state import STATE, RunState, finish_move, movable
+from lm.runtime.run_state import STATE, finish_move
 from lm.storage.bucket import Bucket
 from lm.storage.folder import DRAFT, MANIFEST, scratch, settle
-from lm.storage.lease import Lease, is_leased
+from lm.storage.lease import Lease
 from lm.storage.place import Directory
 
 if TYPE_CHECKING:
@@ -57,12 +57,9 @@ class BucketCheckpoints(RunCheckpoints):
         super().__init__(self.bucket)
         self._run_dir = run_dir
         if run_dir is not None:
-            self.places.append(Directory(run_dir))
+            self.places = [self.bucket, Directory(run_dir)]
             self.transfers = run_dir / "checkpoints"
         self._lease: Lease | None = None
-
-    def is_in_use(self) -> bool:
-        return is_leased(self.bucket)
 
     # The run that writes
 
@@ -119,14 +116,6 @@ class BucketCheckpoints(RunCheckpoints):
         self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
         self.bucket.delete([f"checkpoints/{name}/{DRAFT}"])
-
-    def begin_run(self, state: RunState, *, fresh: bool) -> None:
-        if fresh and movable(self.bucket) and self.bucket.url.startswith("az:"):
-            # It copies after it has answered.
-            raise ConfigError(
-                f"run_name: {self.bucket.url} has files of an earlier run; choose another run_name"
-            )
-        super().begin_run(state, fresh=fresh)
 
     def _put_run_files(self) -> None:
         assert self._run_dir is not None

@@ -6,7 +6,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from lm.checkpoint.location import Location, parse_location
 from lm.checkpoint.manifest import PARTS, CheckpointError, Manifest, check_files, read_manifest
 from lm.errors import ConfigError
-from lm.runtime.run_state import RunState, begin_run, movable, read_state, write_state
+from lm.runtime.run_state import read_state, write_state
 from lm.storage.folder import DRAFT, MANIFEST, settle
-from lm.storage.lock import is_held, require_held
+from lm.storage.lock import require_held
 from lm.storage.place import Directory, Place
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class CheckpointStore(ABC):
     """whether all ranks write to, and read from, the same directory"""
     shows_completion = True
     """whether the newest checkpoint shows that the run is complete; of trials, the platform does"""
+    places: Sequence[Place] = ()
+    """where the run has its files, `state.json` among them; the first one counts"""
     transfers: Path | None = None
     """where uploads and downloads have directories; None = the system's temporary directory"""
 
@@ -99,17 +101,9 @@ class CheckpointStore(ABC):
         Files are checked by size only; `verify` compares checksums.
         """
 
-    def read_state(self) -> RunState:
-        """Return what the run started from; on a cluster, the platform knows."""
-        return RunState()
-
     @abstractmethod
     def was_committed(self) -> bool:
         """Return whether a checkpoint of this run was ever complete."""
-
-    def is_in_use(self) -> bool:
-        """Return whether a run writes here now."""
-        return False
 
     @abstractmethod
     def locate(self, name: str) -> Location:
@@ -181,19 +175,6 @@ class CheckpointStore(ABC):
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         """Delete the checkpoints that are `expired`, and what killed saves left."""
 
-    def forget_launch(self, launch: Mapping[str, str]) -> None:  # noqa: B027
-        """Let later attempts of `launch` not be those of an earlier start with the same IDs."""
-
-    def record_early(self, state: RunState) -> None:  # noqa: B027
-        """Record a start before its weights are loaded, if it has no files to move aside."""
-
-    def begin_run(self, state: RunState, *, fresh: bool) -> None:  # noqa: B027
-        """Record a start that does not resume from a checkpoint of this run, off the cluster.
-
-        Args:
-            fresh: move all files of earlier runs, their checkpoints included, to `before-<time>/`.
-        """
-
     def close(self, world: World) -> None:  # noqa: B027
         """Complete what `start` began."""
 
@@ -213,8 +194,7 @@ class RunCheckpoints(CheckpointStore):
 
     def __init__(self, place: Place, folder: str = "checkpoints") -> None:
         self.place = place
-        self.places: list[Place] = [place]
-        """and the directory on this machine of a run in a bucket"""
+        self.places = [place]
         self._folder = folder
 
     def __str__(self) -> str:
@@ -247,15 +227,12 @@ class RunCheckpoints(CheckpointStore):
         folders = self.folders().items()
         return [name for name, files in folders if not files or _is_draft(files)]
 
-    def read_state(self) -> RunState:
-        return read_state(self.places)
-
     def was_committed(self) -> bool:
         has_manifest = any(MANIFEST in files for files in self.folders().values())
-        return has_manifest or self.read_state().has_saved
+        return has_manifest or read_state(self.places).has_saved
 
     def add(self, location: Location, manifest: Manifest) -> None:  # noqa: ARG002
-        state = self.read_state()
+        state = read_state(self.places)
         if not state.has_saved and location == self.locate(location.name):
             write_state(self.places, state.replace(has_saved=True))
 
@@ -266,19 +243,6 @@ class RunCheckpoints(CheckpointStore):
             gone += [entry.name for entry in expired(saved, keep, damaged)]
         for name in gone:
             self.place.delete_folder(f"{self._folder}/{name}")
-
-    def forget_launch(self, launch: Mapping[str, str]) -> None:
-        state = self.read_state()
-        others = dict(state.launch.items() - launch.items())
-        if others != state.launch:
-            write_state(self.places, state.replace(launch=others))
-
-    def record_early(self, state: RunState) -> None:
-        if not any(movable(place) for place in self.places):
-            write_state(self.places, state)
-
-    def begin_run(self, state: RunState, *, fresh: bool) -> None:
-        begin_run(self.places, state, fresh=fresh)
 
 
 def _is_draft(files: Collection[str]) -> bool:
@@ -298,11 +262,6 @@ class LocalCheckpoints(RunCheckpoints):
         self.transfers = path
         self._lock = path.parent / "lock"
         self._context = context
-
-    def is_in_use(self) -> bool:
-        with suppress(OSError):  # another user's
-            return is_held(self._lock)
-        return False
 
     def require_lock(self) -> None:
         require_held(self._lock)

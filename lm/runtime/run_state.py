@@ -5,14 +5,14 @@ killed at any moment neither forgets its start nor starts again at step 0 after 
 lost.
 
 A run in a bucket has it there and in its directory on this machine: the functions get both places,
-of which the first counts that has it.
+of which the first counts that has it. For a trial, whose start the platform knows, they get none.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from pydantic import BaseModel, Field, ValidationError
@@ -94,23 +94,45 @@ def movable(place: Place) -> set[str]:
     return {name for name in place.names() if not _STAYS.fullmatch(name)}
 
 
-def begin_run(places: Sequence[Place], state: RunState, *, fresh: bool) -> None:
-    """Record a start that is none of the run before, and if `fresh` move the files of that aside.
+def forget_launch(places: Sequence[Place], launch: Mapping[str, str]) -> None:
+    """Let later attempts of `launch` not be those of an earlier start with the same IDs."""
+    state = read_state(places)
+    others = dict(state.launch.items() - launch.items())
+    if others != state.launch:
+        write_state(places, state.replace(launch=others))
 
-    A checkpoint of that run from which this one resumes is moved, too: the state names where to.
+
+def record_early(places: Sequence[Place], state: RunState) -> None:
+    """Record a start before its weights are loaded, if it has no files to move aside."""
+    if not any(movable(place) for place in places):
+        write_state(places, state)
+
+
+def begin_run(places: Sequence[Place], state: RunState, *, fresh: bool) -> None:
+    """Record a start that does not resume from a checkpoint of this run.
+
+    Args:
+        fresh: move all files of earlier runs aside, their checkpoints included. The state says
+            where one of these is now, if it is the one to resume from.
 
     Raises:
+        ConfigError: the bucket cannot move files.
         RunError: a file cannot be moved.
     """
     if fresh and any(movable(place) for place in places):
+        run = str(places[0])
+        if run.startswith("az:") and movable(places[0]):  # it copies after it has answered
+            raise ConfigError(
+                f"run_name: {run} has files of an earlier run; choose another run_name"
+            )
         aside = time.strftime(ASIDE)
         while any(aside in place.names() for place in places):  # two starts within one second
             aside += "-again"
         with suppress(FileNotFoundError):
             places[0].write(f"{aside}/{STATE}", places[0].read(STATE))
-        run, _, name = (state.resumed_from or "").rpartition("/checkpoints/")
-        if run and places[0].is_at(run):
-            state = state.replace(resumed_from=f"{run}/{aside}/checkpoints/{name}")
+        source, _, name = (state.resumed_from or "").rpartition("/checkpoints/")
+        if source and places[0].is_at(source):
+            state = state.replace(resumed_from=f"{source}/{aside}/checkpoints/{name}")
         state = state.replace(moving_to=aside)
     write_state(places, state)
     finish_move(places)

@@ -46,12 +46,6 @@ def _last_entry(bucket: Bucket) -> Entry:
     return last
 
 
-def is_leased(bucket: Bucket) -> bool:
-    """Return whether the lease of `bucket` was renewed within `LEASE_SECONDS`, by its clock."""
-    last = _last_entry(bucket)
-    return bool(last.holder) and time.time() - last.time < LEASE_SECONDS
-
-
 class Lease:
     """The lease of `bucket`, held by this process and renewed until `release`.
 

@@ -29,7 +29,7 @@ from lm.errors import ConfigError, RunError
 from lm.resume import plan_resume
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
-from lm.storage.folder import scratch
+from lm.storage.folder import DRAFT, scratch
 from lm.storage.lock import hold_until_exit
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -455,11 +455,12 @@ def test_checkpoint_list_says_what_is_complete_or_why_not(
         f"full-shard x 1  validation loss {manifest.validation_loss:.4f}  all files present  best"
     )
     flip(third / SHARDS[0])  # which only `verify` reads
-    (first / MANIFEST).unlink()
-    assert main(["list", str(stopped / "runs" / "test")]) == 1
-    hold_until_exit(stopped / "runs" / "test" / "lock")
-    assert main(["list", str(stopped / "runs" / "test")]) == 0, "the run is saving"
+    shutil.rmtree(first)
+    (second / DRAFT).touch()
+    assert main(["list", str(stopped / "runs" / "test")]) == 0
     assert f"{second.name}  is being saved" in capsys.readouterr().out
+    assert main(["list", str(third)]) == 0
+    assert capsys.readouterr().out.startswith(f"{third.name}  step 6  ")
 
 
 def test_checkpoint_verify_prints_complete_or_the_damaged_file(

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lm import generate, strict_yaml
-from lm.checkpoint.__main__ import list_run
+from lm.checkpoint.__main__ import check_listed, describe_at
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import (
     DRAFT,
@@ -296,7 +296,7 @@ def test_checkpoints_through_a_link_are_not_used(private: Path, saved: Path) -> 
     saved.rename(private.parent / "others" / "good")
     Path("run").mkdir()
     Path("run/checkpoints").symlink_to(private.parent / "others")
-    for use in (lambda: find_checkpoint(Path("run")), lambda: list_run("run")):
+    for use in (lambda: find_checkpoint(Path("run")), lambda: describe_at("run", check_listed)):
         with pytest.raises(RunError, match="run/checkpoints: is a symbolic link"):
             use()
 

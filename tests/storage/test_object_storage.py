@@ -41,7 +41,7 @@ from lm.launch.spawn import reserve_port
 from lm.preflight import Job, preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime.run_dir import RunDir
-from lm.runtime.run_state import RunState
+from lm.runtime.run_state import RunState, begin_run, read_state, record_early
 from lm.runtime.world import MeshShape, World
 from lm.storage import bucket, lease
 from tests.soak import soak
@@ -417,9 +417,9 @@ def test_storage_moves_a_run_to_an_empty_machine(
         with machine(world, storage, tmp_path / "3") as (checkpointer, place):
             if storage.startswith("az:"):  # whose copies may end later
                 with pytest.raises(ConfigError, match="choose another run_name"):
-                    place.begin_run(RunState(), fresh=True)
+                    begin_run(place.places, RunState(), fresh=True)
                 return
-            place.begin_run(RunState(), fresh=True)
+            begin_run(place.places, RunState(), fresh=True)
             assert not place.list_saved()[0]
             assert not place.was_committed()
             (aside,) = {
@@ -501,13 +501,13 @@ def test_start_in_a_bucket_is_recorded_before_its_weights_are_loaded(
 ) -> None:
     place = BucketCheckpoints(f"{s3}/test", tmp_path)
     place.acquire()
-    place.record_early(RunState(init_from="pretrained"))
-    assert BucketCheckpoints(f"{s3}/test").read_state().init_from == "pretrained"
+    record_early(place.places, RunState(init_from="pretrained"))
+    assert read_state([bucket.Bucket(f"{s3}/test")]).init_from == "pretrained"
     place.bucket.write("metrics.jsonl", b"")
-    place.record_early(
-        RunState(init_from="another")
+    record_early(
+        place.places, RunState(init_from="another")
     )  # whose start would move that file aside first
-    assert BucketCheckpoints(f"{s3}/test").read_state().init_from == "pretrained"
+    assert read_state([bucket.Bucket(f"{s3}/test")]).init_from == "pretrained"
     place.release()
 
 

@@ -24,7 +24,7 @@ from lm.config.reading import load_hyperparameters, read_hyperparameters
 from lm.errors import ConfigError, RunError
 from lm.fileio import print_once
 from lm.runtime.run_dir import RunDir
-from lm.runtime.run_state import RunState
+from lm.runtime.run_state import RunState, begin_run, read_state
 from lm.storage.lock import GRACE_SECONDS, hold_until_exit, require_held
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import named_keys
@@ -274,9 +274,9 @@ def test_failed_start_remembers_where_its_checkpoint_was_moved() -> None:
     checkpoint.mkdir()
     (checkpoint / "file").touch()
     store = LocalCheckpoints(run_dir.checkpoints)
-    store.begin_run(RunState(resumed_from=str(checkpoint)), fresh=True)
+    begin_run(store.places, RunState(resumed_from=str(checkpoint)), fresh=True)
     run_dir.remove_unused()
-    start = store.read_state().resumed_from
+    start = read_state(store.places).resumed_from
     assert start is not None
     assert Path(start, "file").exists()
 
@@ -351,7 +351,7 @@ def test_state_that_cannot_be_read_is_named_at_the_start(
 def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     run_dir = started()
     checkpoints = LocalCheckpoints(run_dir.checkpoints)
-    checkpoints.begin_run(RunState(), fresh=True)
+    begin_run(checkpoints.places, RunState(), fresh=True)
     assert not list(run_dir.path.glob("before-*")), "nothing to move"
     run_dir.add_session({"lr": 0}, {"step": 0})
     for lr in (1, 2):  # within a second
@@ -359,7 +359,7 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
         run_dir.metrics.write_text(str(lr - 1))
         os.mkfifo(run_dir.path / "fifo")
         (run_dir.path / "link").symlink_to("nowhere")
-        checkpoints.begin_run(RunState(), fresh=True)
+        begin_run(checkpoints.places, RunState(), fresh=True)
         run_dir.add_session({"lr": lr}, {"step": lr})
         assert f"lr: {lr}\n" in run_dir.config.read_text()
         assert not list(run_dir.checkpoints.iterdir())

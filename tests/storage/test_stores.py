@@ -34,7 +34,7 @@ from lm.checkpoint.tensor_files import State
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
-from lm.runtime.run_state import RunState, finish_move
+from lm.runtime.run_state import RunState, begin_run, finish_move, forget_launch, read_state
 from lm.runtime.world import World
 from lm.storage.bucket import Bucket
 from lm.storage.place import Directory
@@ -346,7 +346,7 @@ def test_store_whose_checkpoints_were_deleted_is_an_error(
             store = checkpointer.store
             with pytest.raises(ConfigError, match="deleted; resume=fresh"):
                 plan_resume("auto", None, store, restarted={})
-            store.begin_run(RunState(), fresh=True)  # as resume=fresh does
+            begin_run(store.places, RunState(), fresh=True)  # as resume=fresh does
             assert not plan_resume("auto", None, store, restarted={}).resume_candidates
 
     in_world(lose)
@@ -448,9 +448,11 @@ def test_store_forgets_a_first_save_that_failed(
 
 def test_store_forgets_only_what_a_start_shares_with_the_one_before(place: Path) -> None:
     store = LocalCheckpoints(place / "checkpoints")
-    store.begin_run(RunState(resume="fresh", launch={"JOB": "1", "RUN": "none"}), fresh=True)
-    store.forget_launch({"JOB": "2", "RUN": "none"})
-    assert store.read_state() == RunState(resume="fresh", launch={"JOB": "1"})
+    begin_run(
+        store.places, RunState(resume="fresh", launch={"JOB": "1", "RUN": "none"}), fresh=True
+    )
+    forget_launch(store.places, {"JOB": "2", "RUN": "none"})
+    assert read_state(store.places) == RunState(resume="fresh", launch={"JOB": "1"})
 
 
 def test_store_moves_earlier_runs_aside(kind_off_cluster: str, place: Path) -> None:
@@ -459,7 +461,7 @@ def test_store_moves_earlier_runs_aside(kind_off_cluster: str, place: Path) -> N
             store = checkpointer.store
             (place / "metrics.jsonl").write_text("1\n")
             save_toy(checkpointer, world, 1)
-            store.begin_run(RunState(), fresh=True)
+            begin_run(store.places, RunState(), fresh=True)
             assert saved_names(store) == []
             assert not store.was_committed()
             assert not (place / "metrics.jsonl").exists()
@@ -481,7 +483,9 @@ def test_store_knows_the_start_whose_move_was_killed(
             old = store.locate(save_toy(checkpointer, world, 1))
             with monkeypatch.context() as patch, suppress(Killed):
                 kill_after(n_done, patch)
-                store.begin_run(RunState(resume=str(old), resumed_from=str(old)), fresh=True)
+                begin_run(
+                    store.places, RunState(resume=str(old), resumed_from=str(old)), fresh=True
+                )
         finish_move([Directory(place)])  # as `RunDir.lock` does
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
