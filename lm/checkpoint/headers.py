@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from lm.checkpoint.manifest import CheckpointError
 from lm.errors import ConfigError
-from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, find_pointer, open_regular
+from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, find_pointer, open_regular, parse_json
 
 
 class StoredDtype(NamedTuple):
@@ -99,8 +98,6 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
         except ValueError as error:
             raise CheckpointError(f"{path}: damaged header: {str(error)[:200]}") from None
-        except RecursionError:
-            raise CheckpointError(f"{path}: damaged header: nested too deeply") from None
     return found
 
 
@@ -108,44 +105,46 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
     """Yield the tensors of a file by name.
 
     Raises:
-        ValueError, RecursionError: the header is damaged.
+        ValueError: the header is damaged.
     """
     with open(path, "rb", opener=open_regular) as file:
         start = file.read(_POINTER_BYTES)
-        pointer = find_pointer(start)
-        if pointer is not None:
-            name, remedy = pointer
-            raise ConfigError(f"{path}: a {name}; {remedy}")
-        length = int.from_bytes(start[:8], "little")
-        if length > MAX_JSON_BYTES:
-            raise ValueError(f"{length} bytes of header; at most {MAX_JSON_BYTES} are read")
-        try:
-            # The library checks that each tensor has its size and that they fill the file exactly.
-            with safe_open(path, "numpy"):
-                pass
-        except SafetensorError as error:
-            reason = str(error).removeprefix("Error while deserializing header: ")
-            if "not fully covered" in reason:
-                reason = "the file is cut short, or longer than its tensors"
-            raise ValueError(reason) from None
-        file.seek(8)
-        header = json.loads(file.read(length), object_pairs_hook=_unique_names)
-    metadata = header.pop("__metadata__", None) or {}
-    # What the file has of each tensor; {} = all of it.
-    sharding = json.loads(metadata.get(_SHARDING, "{}"), object_pairs_hook=_unique_names)
-    for name, entry in header.items():
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            known = ", ".join(DTYPES)
-            raise ValueError(f"{name[:80]}: dtype {entry['dtype']} is not one of {known}")
-        shape = tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        if begin == end or len(shape) > MAX_DIMENSIONS:
-            raise ValueError(f"{name[:80]}: no values, or more than {MAX_DIMENSIONS} dimensions")
-        row = 0
-        if sharding:
-            row = _first_row(sharding, name, len(shape))
-        yield name, TensorSlice(path, 8 + length + begin, dtype, shape, row)
+    pointer = find_pointer(start)
+    if pointer is not None:
+        name, remedy = pointer
+        raise ConfigError(f"{path}: a {name}; {remedy}")
+    length = int.from_bytes(start[:8], "little")
+    if length > MAX_JSON_BYTES:
+        raise ValueError(f"{length} bytes of header; at most {MAX_JSON_BYTES} are read")
+    try:
+        # The library checks that each tensor has its size and that they fill the file exactly.
+        opened = safe_open(path, "numpy")
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        if "not fully covered" in reason:
+            reason = "the file is cut short, or longer than its tensors"
+        raise ValueError(reason) from None
+    with opened as tensors:
+        metadata = tensors.metadata() or {}
+        # What the file has of each tensor; {} = all of it.
+        sharding = parse_json(metadata.get(_SHARDING, "{}").encode())
+        begin = 8 + length
+        for name in tensors.offset_keys():
+            stored = tensors.get_slice(name)
+            shape = tuple(stored.get_shape())
+            dtype = DTYPES.get(stored.get_dtype())
+            if dtype is None:
+                known = ", ".join(DTYPES)
+                raise ValueError(f"{name[:80]}: dtype {stored.get_dtype()} is not one of {known}")
+            if 0 in shape or len(shape) > MAX_DIMENSIONS:
+                limit = f"more than {MAX_DIMENSIONS} dimensions"
+                raise ValueError(f"{name[:80]}: no values, or {limit}")
+            row = 0
+            if sharding:
+                row = _first_row(sharding, name, len(shape))
+            piece = TensorSlice(path, begin, dtype, shape, row)
+            begin += piece.n_rows * piece.row_bytes
+            yield name, piece
 
 
 def _first_row(sharding: Any, name: str, n_dimensions: int) -> int:
@@ -163,13 +162,6 @@ def _first_row(sharding: Any, name: str, n_dimensions: int) -> int:
     if any(offsets[1:]):
         raise ValueError(f"{name[:80]}: not sharded by rows")
     return offsets[0] if offsets else 0
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("duplicate names")
-    return entries
 
 
 def full_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...] | None:
