@@ -19,7 +19,6 @@ from lm.checkpoint.manifest import (
     Manifest,
     describe_invalid,
 )
-from lm.fileio import MAX_SLICES, MAX_TOKENIZER_BYTES
 from lm.storage.folder import FileRecord
 from lm.training.config import LoraConfig, adapter_problems, n_trained_parameters
 from lm.transformers_config import AnyModelConfig, model_config
@@ -28,9 +27,6 @@ T = TypeVar("T", bound=BaseModel)
 
 FoundTensors = dict[str, dict[str, list[TensorSlice]]]
 """The slices that cover each tensor exactly once, by object and tensor name."""
-
-MAX_ENTRY_BYTES = 512
-"""Of a slice in a header, with its share of what a file has besides slices. Ours have up to 300."""
 
 
 def describe(shape: Iterable[int], dtype: str) -> str:
@@ -83,10 +79,10 @@ def model_of(where: Path | str, manifest: Manifest) -> AnyModelConfig:
 
 
 def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
-    """Raise CheckpointError if files are too small or too large for the model of the manifest.
+    """Raise CheckpointError if the files of the weights are too small for the manifest's model.
 
-    It is called before they are read or downloaded: a sparse file of any size is cheap to send, and
-    so is a manifest whose model needs any memory.
+    It is called before the model is built: a manifest whose model needs any memory is cheap to
+    send.
     """
     config = model_config(manifest.model)
     problem = f"{where}/{MANIFEST}: damaged: a model of {config.n_parameters:,} parameters"
@@ -97,29 +93,11 @@ def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
             needs = f"of which adapters need {needed:,} bytes"
             raise CheckpointError(f"{problem}, {needs}; the files of their base have {found:,}")
     adapters = lora_config(where, manifest, config)
-    weights = 4 * n_trained_parameters(adapters, config)  # float32
-    for part in PARTS:
-        least = most = weights
-        if part != "model":  # an optimizer has at most two moments
-            least, most = 0, 2 * weights
-        found = sum(entry.bytes for entry in _files_of(part, manifest).values())
-        if not least <= found <= most_bytes(most):
-            needs = f"whose {part} files need {least:,} to {most:,} bytes"
-            raise CheckpointError(f"{problem}, {needs}; they have {found:,}")
-    for name, entry in manifest.files.items():
-        if not name.endswith(".safetensors") and entry.bytes > MAX_TOKENIZER_BYTES:
-            limit = f"at most {MAX_TOKENIZER_BYTES:,} are read"
-            raise CheckpointError(f"{where}/{name}: {entry.bytes:,} bytes, but {limit}")
-
-
-def most_bytes(needed: int) -> int:
-    """Return the size of files with values of `needed` bytes and the longest headers.
-
-    `read_headers` accepts MAX_SLICES entries, and one more per KiB of the files. With at most 512
-    bytes each, n bytes of files have headers of up to n / 2 + 512 MAX_SLICES bytes:
-    n <= needed + n / 2 + 512 MAX_SLICES.
-    """
-    return 2 * (needed + MAX_ENTRY_BYTES * MAX_SLICES)
+    needed = 4 * n_trained_parameters(adapters, config)  # float32
+    found = sum(entry.bytes for entry in _files_of("model", manifest).values())
+    if found < needed:
+        needs = f"whose model files need {needed:,} bytes"
+        raise CheckpointError(f"{problem}, {needs}; they have {found:,}")
 
 
 def _files_of(part: str, manifest: Manifest) -> dict[str, FileRecord]:
