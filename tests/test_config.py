@@ -1001,7 +1001,7 @@ def test_config_command_groups_keys_by_part(capsys: pytest.CaptureFixture[str]) 
     for part, heading, keys in zip(PARTS.values(), blocks[::2], blocks[1::2], strict=True):
         assert heading == (part.__doc__ or "").splitlines()[0]
         listed = [line.split()[0] for line in keys.splitlines() if not line.startswith(" ")]
-        assert listed == list(part.model_fields)
+        assert [key for key in listed if "." not in key] == list(part.model_fields)
 
 
 @pytest.mark.parametrize("argument", ["--local-rank=1", "--local_rank=1"])

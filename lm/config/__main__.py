@@ -2,7 +2,7 @@
 
     python -m lm.config [KEY ...] [--presets]
 
-Lists all hyperparameters, describes each KEY, or lists the presets.
+Describes each KEY, without any all hyperparameters, or lists the presets.
 """
 
 from __future__ import annotations
@@ -19,47 +19,28 @@ from lm.config.wording import nearest_key
 from lm.errors import ConfigError, command
 
 
-def _align(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Align `rows` in columns, the last of which is wrapped at the width of the terminal."""
-    first = max(len(row[0]) for row in rows)
-    second = max(len(row[1]) for row in rows)
-    indent = first + second + 4
-    width = max(indent + 20, shutil.get_terminal_size().columns)
-    aligned: list[str] = []
-    for left, middle, right in rows:
-        line = f"{left:<{first}}  {middle:<{second}}  {right}"
-        aligned.append(textwrap.fill(line, width, subsequent_indent=" " * indent))
-    return aligned
-
-
-def list_keys() -> str:
-    """Return all keys with defaults and meanings, under a heading for each part."""
-    headings: dict[int, str] = {}
-    """by the number of the row that follows"""
-    rows: list[tuple[str, str, str]] = []
-    for part in PARTS.values():
-        headings[len(rows)] = summary(part)
-        keys = [row for row in key_rows(part) if "." not in row.key]  # not in a mapping
-        rows += [(row.key, row.default, row.meaning) for row in keys]
-    lines: list[str] = []
-    for number, line in enumerate(_align(rows)):
-        if number in headings:
-            lines += ["", headings[number], ""]
-        lines.append(line)
-    return "\n".join(lines[1:])
+def _in_columns(first: str, second: str, rest: str) -> str:
+    """Return a line with three columns, the last of which is wrapped."""
+    indent = 46
+    width = max(indent + 30, shutil.get_terminal_size().columns)
+    line = f"{first:<28}  {second:<14}  {rest}"
+    return textwrap.fill(line, width, subsequent_indent=" " * indent)
 
 
 def describe_keys(keys: Collection[str]) -> str:
-    """Return the defaults, meanings and accepted values of `keys`; refuse unknown ones."""
+    """Return the default, meaning and accepted values of `keys`, of none = all, by part."""
     unknown = [key for key in keys if key not in FIELDS]
     if unknown:
         problem = "no such hyperparameter"
         raise ConfigError(*(f"{key}: {problem}{nearest_key(key, FIELDS)}" for key in unknown))
-    rows: list[tuple[str, str, str]] = []
+    lines: list[str] = []
     for part in PARTS.values():
-        chosen = [row for row in key_rows(part) if row.key.partition(".")[0] in keys]
-        rows += [(row.key, row.default, f"{row.meaning} ({row.accepted})") for row in chosen]
-    return "\n".join(_align(rows))
+        rows = [row for row in key_rows(part) if not keys or row.key.partition(".")[0] in keys]
+        if rows:
+            lines += ["", summary(part), ""]
+        for row in rows:
+            lines.append(_in_columns(row.key, row.default, f"{row.meaning} ({row.accepted})"))
+    return "\n".join(lines[1:])
 
 
 @command
@@ -69,16 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m lm.config", description="List and describe hyperparameters."
     )
     parser.add_argument(
-        "keys", nargs="*", metavar="KEY", help="hyperparameters to describe (default: list all)"
+        "keys", nargs="*", metavar="KEY", help="hyperparameters to describe (default: all)"
     )
     parser.add_argument("--presets", action="store_true", help="list the presets of `model`")
     args = parser.parse_args(arguments)
     if args.presets:
-        print("\n".join(_align(list(preset_rows()))))
-    elif args.keys:
-        print(describe_keys(args.keys))
+        print("\n".join(_in_columns(*row) for row in preset_rows()))
     else:
-        print(list_keys())
+        print(describe_keys(args.keys))
     return 0
 
 

@@ -95,21 +95,17 @@ def nearest_key(written: str, keys: Iterable[str], arguments: Iterable[str] = ()
     meaning = meaning_elsewhere(written)
     if meaning is not None:
         return f"; {meaning}"
-    bare = without_section(written.lower())
-    names = {name.removeprefix("--").replace("-", "_"): name for name in (*keys, *arguments)}
-    aliases: dict[str, str] = {}
-    for key in names:
+    bare = _without_separators(without_section(written))
+    names = {_without_separators(name.removeprefix("--")): name for name in (*keys, *arguments)}
+    known = dict(names)
+    for key in names.values():
         if key in FIELDS:
-            aliases |= dict.fromkeys(aliases_of(FIELDS[key]), key)
-    known = names | aliases
-    for name in (written.lower(), bare):
+            known |= {_without_separators(alias): key for alias in aliases_of(FIELDS[key])}
+    for name in (_without_separators(written), bare):
         if name in known:
             return f"; did you mean {known[name]}?"
-    for name in names:
-        if _without_separators(name) == _without_separators(bare):
-            return f"; did you mean {names[name]}?"
-    section = bare.partition(".")[0]
-    if section != bare and section in names and nested(SCHEMA["properties"][section]):
+    section = without_section(written).partition(".")[0]
+    if nested(SCHEMA["properties"].get(section, {})):
         return f"; did you mean {section}, a mapping?"
     for name, key in known.items():
         if (name in names or len(name) > 5) and _misspells(bare, name):
@@ -118,22 +114,17 @@ def nearest_key(written: str, keys: Iterable[str], arguments: Iterable[str] = ()
 
 
 def _misspells(written: str, name: str) -> bool:
-    """Return whether a letter is wrong, missing or too many, two are swapped, or words are cut."""
+    """Return whether a letter is wrong, missing or too many, or two are swapped."""
     n = 0
     while written[n : n + 1] == name[n : n + 1] != "":
         n += 1
-    replaced = written[n + 1 :] == name[n + 1 :]
-    missing = written[n:] == name[n + 1 :]
-    added = written[n + 1 :] == name[n:]
-    swapped = written[n : n + 2] == name[n : n + 2][::-1] and written[n + 2 :] == name[n + 2 :]
-    if replaced or missing or added or swapped:
-        return True
-    words = written.split("_")
-    words_of_name = name.split("_")
-    if len(words) != len(words_of_name) or not set(words) & set(words_of_name):
-        return False
-    pairs = zip(words, words_of_name, strict=True)
-    return all(word.startswith(other) or other.startswith(word) for word, other in pairs)
+    rest = written[n:]
+    other = name[n:]
+    replaced = rest[1:] == other[1:]
+    missing = rest == other[1:]
+    added = rest[1:] == other
+    swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
+    return replaced or missing or added or swapped
 
 
 def nearest_value(key: str, value: str | bool, schema: Mapping[str, Any]) -> str:
