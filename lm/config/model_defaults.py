@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from lm.config.draft import Draft
 from lm.config.hyperparameters import KEYS_OF_ALIASES, Hyperparameters, of_part
 from lm.config.wording import as_argument, show
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix, without_prefix
 from lm.launch.console import warn
 from lm.model_config import ModelConfig
 from lm.transformers_config import (
@@ -31,7 +31,11 @@ A plan, which needs no tokenizer, leaves it out. Empty if the model is not on th
 
 
 def read_model_defaults(draft: Draft, defaults: ModelDefaults) -> Mapping[str, Any]:
-    """Return the hyperparameters that the model of `init_from` sets, {} without one."""
+    """Return the hyperparameters that the model of `init_from` sets, {} without one.
+
+    Raises:
+        ConfigError: the model cannot be trained; each line starts with where `init_from` is set.
+    """
     source = draft.values.get("init_from")
     if not isinstance(source, str):
         return {}
@@ -40,7 +44,8 @@ def read_model_defaults(draft: Draft, defaults: ModelDefaults) -> Mapping[str, A
     kernels = OWN_KERNELS
     if amp_dtype in (None, "auto", "bfloat16", "float16"):
         kernels = Kernels(attention if isinstance(attention, str) else None, amp_dtype)
-    return defaults(source, kernels)
+    with error_prefix(draft.label("init_from")), without_prefix("init_from"):
+        return defaults(source, kernels)
 
 
 def apply_model_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:

@@ -423,7 +423,7 @@ def test_adapters_of_peft_are_merged_before_they_are_a_start(
                 parameter.normal_(std=0.1)
     model.save_pretrained("adapter")
     for run in (TRAINING, TRAINING | {"lora_rank": None}):
-        with pytest.raises(ConfigError, match=r"^init_from: adapter: .*merge_and_unload\(\)"):
+        with pytest.raises(ConfigError, match=r"^test: init_from: adapter: .*merge_and_unload\(\)"):
             read_with_model_defaults(run | {"init_from": "adapter"})
     with pytest.raises(ConfigError, match=r"^adapter: .*merge_and_unload\(\)"):
         hf_base.open_model("adapter")

@@ -834,7 +834,8 @@ def test_models_that_cannot_be_trained_exactly_are_refused_before_weights_are_re
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=problem) as error:
         read_with_model_defaults(settings(tmp_path))
-    assert all(line.startswith(str(tmp_path / "config.json")) for line in error.value.problems)
+    start = f"test: init_from: {tmp_path / 'config.json'}: "
+    assert all(line.startswith(start) for line in error.value.problems)
 
 
 @pytest.mark.parametrize(
