@@ -1,13 +1,44 @@
-"""The command line of fsdp.py."""
+"""The command line of fsdp.py, and what the parsers of other commands share."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
+from lm.errors import ConfigError
 from lm.fileio import home_path
+
+Number = TypeVar("Number", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def number(
+    kind: type[Number], smallest: Number, largest: float = math.inf
+) -> Callable[[str], Number]:
+    """Return the type of an argument of argparse: a number in a range."""
+
+    def parse(text: str) -> Number:
+        value = kind(text)
+        if not smallest <= value <= largest:  # or NaN
+            rule = f"{smallest:g} or more"
+            if largest < math.inf:
+                rule = f"from {smallest:g} to {largest:g}"
+            raise argparse.ArgumentTypeError(f"{text} must be {rule}")
+        return value
+
+    parse.__name__ = kind.__name__  # as argparse names it in the error of what is no number
+    return parse
 
 
 def as_overrides(arguments: Sequence[str]) -> list[str]:

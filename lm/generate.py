@@ -23,6 +23,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lm.command_line import Parser, number
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, command, escape_control
 from lm.hf.arguments import add_loading_arguments
@@ -197,48 +198,38 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     """Parse the command line.
 
     Raises:
-        ConfigError: lists every value out of range.
+        ConfigError: the prompt is missing, empty or not UTF-8.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m lm.generate", description="Generate text from a checkpoint."
-    )
+    parser = Parser(prog="python -m lm.generate", description="Generate text from a checkpoint.")
     add = parser.add_argument
     checkpoint_help = "a checkpoint, a run or a Hugging Face model"
     add("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     add("--prompt", help="text to continue; - = standard input")
     add("--chat", action="store_true", help="answer the prompt, or each line of standard input")
     length_help = f"tokens to generate at most ({MAX_NEW_TOKENS}; chat: up to max_seq_len)"
-    add("--max-new-tokens", type=int, metavar="N", help=length_help)
-    add("--temperature", type=float, default=0.8, metavar="T", help="0 = greedy (%(default)s)")
-    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
+    add("--max-new-tokens", type=number(int, 0), metavar="N", help=length_help)
+    temperature_help = "0 = greedy (%(default)s)"
+    add("--temperature", type=number(float, 0.0), default=0.8, metavar="T", help=temperature_help)
+    add(
+        "--top-k",
+        type=number(int, 1),
+        metavar="K",
+        help="sample from the K most likely tokens (all)",
+    )
     top_p_help = "sample from the fewest tokens of probability P (all)"
-    add("--top-p", type=float, metavar="P", help=top_p_help)
+    add("--top-p", type=number(float, 1e-6, 1), metavar="P", help=top_p_help)
     seed_help = "random seed; S + n for answer n of a chat, from 0 (%(default)s)"
-    add("--seed", type=int, default=0, metavar="S", help=seed_help)
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help=seed_help)
     add_loading_arguments(parser)
     args = parser.parse_args(arguments)
 
-    problems: list[str] = []
     if args.prompt is None and not args.chat:
-        problems.append(
-            "--prompt: is missing; write a text to continue, or --chat to ask for answers"
-        )
+        problem = "is missing; write a text to continue, or --chat to ask for answers"
+        raise ConfigError(f"--prompt: {problem}")
     if args.prompt == "":
-        problems.append("--prompt: is empty; it needs at least one character")
+        raise ConfigError("--prompt: is empty; it needs at least one character")
     if not is_utf8(args.prompt or ""):
-        problems.append("--prompt: is not UTF-8")
-    if args.max_new_tokens is not None and args.max_new_tokens < 0:
-        problems.append(f"--max-new-tokens: {args.max_new_tokens} must be 0 or more")
-    if not args.temperature >= 0:  # or NaN
-        problems.append(f"--temperature: {args.temperature:g} must be 0 or more")
-    if args.top_k is not None and args.top_k < 1:
-        problems.append(f"--top-k: {args.top_k} must be 1 or more")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        problems.append(f"--top-p: {args.top_p:g} must be above 0 and at most 1")
-    if not 0 <= args.seed < 2**63:
-        problems.append(f"--seed: {args.seed} must be from 0 to 2^63 - 1")
-    if problems:
-        raise ConfigError(*problems)
+        raise ConfigError("--prompt: is not UTF-8")
     return args
 
 

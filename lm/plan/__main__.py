@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm.command_line import Parser, number
 from lm.config.reading import check_values
 from lm.errors import ConfigError, command
 from lm.fileio import home_path
@@ -28,9 +29,9 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: a value is unknown or out of range.
+        ConfigError: the nodes cannot share the GPUs.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m lm.plan", description="Measure the memory of a run without a GPU."
     )
     add = parser.add_argument
@@ -41,41 +42,26 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="experiment file (%(default)s)",
     )
     add("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    add("--gpu", metavar="NAME", default="h100", help=f"{', '.join(CARDS)} (%(default)s)")
-    add("--memory", type=float, metavar="GIB", help="memory of another GPU")
+    add("--gpu", type=str.lower, choices=CARDS, default="h100", help="(%(default)s)")
+    gib = number(float, 0.1, 1e6)
+    add("--memory", type=gib, metavar="GIB", help="memory of another GPU")
     host_help = "memory of a node (this machine's if it has a GPU)"
-    add("--host-memory", type=float, metavar="GIB", help=host_help)
-    add("--gpus", type=int, default=1, metavar="N", help="number of GPUs (%(default)s)")
+    add("--host-memory", type=gib, metavar="GIB", help=host_help)
+    gpus_help = "number of GPUs (%(default)s)"
+    add("--gpus", type=number(int, 1), default=1, metavar="N", help=gpus_help)
     nodes_help = f"number of nodes ({GPUS_PER_NODE} GPUs per node)"
-    add("--nodes", type=int, metavar="M", help=nodes_help)
+    add("--nodes", type=number(int, 1), metavar="M", help=nodes_help)
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
     if args.nodes is None:
         args.nodes = max(1, math.ceil(args.gpus / GPUS_PER_NODE))
-
-    problems: list[str] = []
-    card = args.gpu.lower().removeprefix("rtx").strip(" -")
-    if args.memory is None and card not in CARDS:
-        near = [name for name in CARDS if name.startswith(card) or card.startswith(name)]
-        remedy = f"did you mean {' or '.join(near)}" if near else f"use one of {', '.join(CARDS)}"
-        problems.append(f"--gpu: {args.gpu} is unknown; {remedy}, or --memory GIB")
-    if args.gpus < 1:
-        problems.append(f"--gpus: {args.gpus} must be 1 or more")
-    if args.nodes < 1:
-        problems.append(f"--nodes: {args.nodes} must be 1 or more")
-    elif args.gpus % args.nodes:
-        problems.append(
-            f"--nodes: {args.nodes} nodes cannot share {args.gpus} GPUs; set it to a divisor"
-        )
-    for option, value in {"--memory": args.memory, "--host-memory": args.host_memory}.items():
-        if value is not None and not 0 < value < math.inf:
-            problems.append(f"{option}: {value:g} must be finite and above 0")
-    if problems:
-        raise ConfigError(*problems)
+    if args.gpus % args.nodes:
+        problem = f"{args.nodes} nodes cannot share {args.gpus} GPUs"
+        raise ConfigError(f"--nodes: {problem}; set it to a divisor")
     args.card = "GPU"
     if args.memory is None:
-        args.card = card
-        args.memory = CARDS[card]
+        args.card = args.gpu
+        args.memory = CARDS[args.gpu]
     return args
 
 

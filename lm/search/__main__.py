@@ -16,14 +16,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lm.command_line import Parser, number
 from lm.errors import ConfigError, command, open_standard_streams
 from lm.fileio import home_path
 from lm.launch.requirements import requires
 
 
 def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    """Parse the command line; raise ConfigError for what is wrong with it."""
+    parser = Parser(
         prog="python -m lm.search",
         description="Search hyperparameters on this machine, by Optuna.",
         epilog="Run the same command again to continue.",
@@ -34,15 +35,15 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
     argument_help = "hyperparameters to change, or searcher.KEY=VALUE"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=argument_help)
     parser.add_argument(
-        "--parallel", type=int, metavar="N", help="trials at once (default: one per GPU, or 1)"
+        "--parallel",
+        type=number(int, 1),
+        metavar="N",
+        help="trials at once (default: one per GPU, or 1)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check the file, and a point of each end; start none"
     )
-    args = parser.parse_intermixed_args(arguments)
-    if args.parallel is not None and args.parallel < 1:
-        raise ConfigError(f"--parallel: {args.parallel} must be at least 1")
-    return args
+    return parser.parse_intermixed_args(arguments)
 
 
 @command

@@ -149,7 +149,8 @@ def test_generate_needs_a_tokenizer(
         (("--max-new-tokens", "-1"), "--max-new-tokens: -1 must be 0 or more"),
         (("--temperature", "-0.5"), "--temperature: -0.5 must be 0 or more"),
         (("--top-k", "0"), "--top-k: 0 must be 1 or more"),
-        (("--top-p", "0"), "--top-p: 0 must be above 0 and at most 1"),
+        (("--top-p", "nan"), "--top-p: nan must be from 1e-06 to 1"),
+        (("--top-p", "0"), "--top-p: 0 must be from 1e-06 to 1"),
     ],
 )
 def test_generate_flag_out_of_range_is_refused(
