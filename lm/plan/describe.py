@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lm.config import reading
+from lm.config.combinations import check_combinations
+from lm.config.draft import Draft
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError
@@ -43,13 +43,14 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     return reading.load_hyperparameters(args.config, args.overrides, _read_start)
 
 
-def load_with(args: argparse.Namespace, settings: Mapping[str, str]) -> Hyperparameters:
-    """Return the hyperparameters with settings as the last arguments."""
-    overrides = [*args.overrides, *(f"{key}={value}" for key, value in settings.items())]
-    changed = argparse.Namespace(**vars(args) | {"overrides": overrides})
-    with redirect_stderr(io.StringIO()):  # of warnings that were printed before
-        hp = load_hyperparameters(changed)
-    return round_up_batch(hp, hp.parallel.dp_size(args.gpus))
+def change_settings(
+    hp: Hyperparameters, n_gpus: int, settings: Mapping[str, str]
+) -> Hyperparameters:
+    """Return `hp` with other settings; raise ValueError or ConfigError if they do not fit to it."""
+    values = hp.to_flat() | hp.model.model_dump(mode="json") | dict(settings)
+    changed = Hyperparameters.from_flat(values)
+    check_combinations(changed, Draft())
+    return round_up_batch(changed, changed.parallel.dp_size(n_gpus))
 
 
 def _read_start(init_from: str, _kernels: Kernels) -> Mapping[str, Any]:
@@ -190,7 +191,7 @@ def describe_plan(args: argparse.Namespace) -> Plan:
         lines.append(f"fits into {usable}; CUDA, NCCL and fragmentation take the rest")
     else:
         lines.append(f"does not fit into {usable}")
-        proposals = fit.propose(need, partial(load_with, args))
+        proposals = fit.propose(need, partial(change_settings, given, ranks.size))
         lines += [proposal.describe() for proposal in proposals]
         fewest = find_fewest_gpus(given, ranks)
         if fewest is not None:

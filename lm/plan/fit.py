@@ -195,11 +195,11 @@ def propose(
 
     Args:
         given: what a step needs.
-        load: returns the hyperparameters with other settings, or raises ConfigError.
+        load: returns the hyperparameters with other settings, or raises ConfigError or ValueError.
     """
     alone: list[Proposal] = []
     for settings in _SAVING:
-        with suppress(ConfigError):  # of settings that do not fit together with others
+        with suppress(ConfigError, ValueError):  # of settings that do not fit together with others
             hp = load(settings)
             proposal = Proposal(settings, hp, measure(hp, given.ranks))
             if proposal.need.used < given.used:
@@ -214,7 +214,7 @@ def propose(
         more = together | proposal.settings | together
         if more == together:
             continue
-        with suppress(ConfigError):
+        with suppress(ConfigError, ValueError):
             hp = load(more)
             together = more
             need = measure(hp, given.ranks)

@@ -28,7 +28,7 @@ from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main, parse_plan_arguments
-from lm.plan.describe import load_hyperparameters, load_with
+from lm.plan.describe import change_settings, load_hyperparameters
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.training.roles import measure_sizes
@@ -392,14 +392,13 @@ def test_largest_batch_size_fits_and_one_more_does_not(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--gpu", "h110"], "--gpu: h110 .*h100, h200, b200, a100-80.* or --memory GIB$"),
-        (["--gpu", "A100"], ".*did you mean a100-80 or a100-40"),
-        (["--gpu", "H100-80GB"], ".*did you mean h100"),
-        (["--gpus", "0"], "--gpus: 0 "),
-        (["--gpus", "7", "--nodes", "2"], "--nodes: 2 .*7 GPUs"),
+        (["--gpu", "h110"], "--gpu: .*'h110' .*h100"),
+        (["--gpus", "0"], "--gpus: 0 must be 1 or more"),
+        (["--gpus", "x"], "--gpus: invalid int value: 'x'"),
         (["--nodes", "0"], "--nodes: 0 "),
-        (["--memory", "0"], "--memory: 0 "),
-        (["--host-memory", "inf"], "--host-memory: inf "),
+        (["--memory", "0"], "--memory: 0 must be from 0.1"),
+        (["--host-memory", "nan"], "--host-memory: nan "),
+        (["--gpus", "7", "--nodes", "2"], "--nodes: 2 .*7 GPUs"),
         (["n_heads=7"], r"argument n_heads: 7 .*\[1, 2, 4, 8\]"),
         (
             ["--gpus", "8", "sharding=hybrid-full-shard", "shard_group_size=3"],
@@ -429,7 +428,8 @@ def test_plan_rounds_the_batch_up_for_more_gpus(capsys: pytest.CaptureFixture[st
 
 def test_settings_are_planned_with_the_batch_of_the_run() -> None:
     sizes = ["batch_size=2", "total_batch_size=8", "context_parallel=2", "--gpus", "8"]
-    changed = load_with(parse_plan_arguments([*SMALL, *sizes]), {"sharding": "full-shard"})
+    given = load_hyperparameters(parse_plan_arguments([*SMALL, *sizes]))
+    changed = change_settings(given, 8, {"sharding": "full-shard"})
     assert changed.parallel.sharding == "full-shard"
     assert changed.data.total_batch_size == 8  # 2 on each of 4 groups
 
@@ -445,7 +445,7 @@ def test_plan_needs_no_file_but_config_json(kind: str, tmp_path: Path) -> None:
     hp = load_hyperparameters(parse_plan_arguments(arguments))
     network = build_network(read_config(values))
     assert hp.model.n_parameters == sum(p.numel() for p in network.parameters())
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}: has no model\.safetensors"):
+    with pytest.raises(ConfigError, match=rf"^test: init_from: {tmp_path}: has no "):
         read_with_model_defaults(settings)
 
 
@@ -459,7 +459,9 @@ def test_plan_of_a_model_that_is_not_here_says_what_suffices(
         ConfigError, match=r"hf download .*\n.*needs a directory with its config\.json$"
     ):
         load_hyperparameters(parse_plan_arguments(arguments))
-    with pytest.raises(ConfigError, match=r"nowhere does not exist\n.*needs a directory"):
+    with pytest.raises(
+        ConfigError, match=r"^argument init_from: .*nowhere does not exist\n.*needs a directory"
+    ):
         load_hyperparameters(parse_plan_arguments([*arguments, f"init_from={tmp_path}/nowhere"]))
 
 
