@@ -56,7 +56,6 @@ from lm.determined.context import TorchDistributedContext
 from lm.determined.experiment import (
     check_fork,
     check_processes,
-    implied_overrides,
     unread_keys,
 )
 from lm.determined.search import SearchStop
@@ -118,8 +117,7 @@ def read_job(args: Namespace, launch: Launch) -> Job:
         experiment, lines = strict_yaml.load_experiment(args.config)
     for line in unread_keys(experiment):
         warn(line)
-    overrides = [*implied_overrides(experiment), *args.overrides]
-    hp = read_hyperparameters(experiment, overrides, name, lines, weights.model_defaults)
+    hp = read_hyperparameters(experiment, args.overrides, name, lines, weights.model_defaults)
     if trial is None:
         run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
     return Job(hp, trial, run_dir, args.dry_run, experiment.get("searcher"))

@@ -44,6 +44,7 @@ LOOP_KEYS = (
     LoopKey("optimizations.aggregation_frequency", 1, "total_batch_size"),
     LoopKey("optimizations.mixed_precision", "O0", "amp_dtype"),
     LoopKey("optimizations.gradient_compression", False, "reduce_dtype"),
+    LoopKey("profiling.enabled", False, "core_api_profiler: true"),
     LoopKey("profiling.begin_on_batch", 0, "torch_profiler_steps"),
     LoopKey("profiling.end_after_batch", None, "torch_profiler_steps"),
 )
@@ -57,25 +58,7 @@ def unread_keys(experiment: Mapping[str, Any]) -> list[str]:
         if value is not None and value != key.default:
             shown = json.dumps(value, default=str)
             lines.append(f"{key.name}: {shown} has no effect here; use {key.instead}")
-    if _find(experiment, "profiling.enabled") is True and _core_api_profiler(experiment) is False:
-        reason = "as core_api_profiler: false is set; remove one of them"
-        lines.append(f"profiling.enabled: true has no effect here, {reason}")
     return lines
-
-
-def implied_overrides(experiment: Mapping[str, Any]) -> list[str]:
-    """Return the hyperparameters that only other sections of the experiment set: `key=value`."""
-    if _find(experiment, "profiling.enabled") is True and _core_api_profiler(experiment) is None:
-        return ["core_api_profiler=true"]
-    return []
-
-
-def _core_api_profiler(experiment: Mapping[str, Any]) -> Any:
-    """Return the hyperparameter, which a master stores as a constant; None = it is not set."""
-    value = _find(experiment, "hyperparameters.core_api_profiler")
-    if isinstance(value, dict):
-        return value.get("val")
-    return value
 
 
 def _find(experiment: Any, name: str) -> Any:

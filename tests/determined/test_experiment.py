@@ -11,7 +11,7 @@ import pytest
 from determined.common.api import Session
 
 from lm.config.reading import read_hyperparameters
-from lm.determined.experiment import LOOP_KEYS, check_fork, implied_overrides, unread_keys
+from lm.determined.experiment import LOOP_KEYS, check_fork, unread_keys
 from lm.errors import ConfigError
 from tests.support.cluster import trial
 from tests.support.cluster.master import PROFILER_GROUPS, USER_TOKEN, Experiment, Master
@@ -112,17 +112,6 @@ def test_unread_keys_are_those_that_differ_from_the_default(key: Any) -> None:
 def test_sections_that_are_not_mappings_set_nothing() -> None:
     experiment = {"profiling": True, "optimizations": None, "hyperparameters": {}}
     assert unread_keys(experiment) == []
-    assert implied_overrides(experiment) == []
-
-
-@pytest.mark.parametrize("value", [None, False, True, {"type": "const", "val": False}], ids=str)
-def test_profiler_that_is_set_is_not_overridden(value: Any) -> None:
-    hyperparameters = {} if value is None else {"core_api_profiler": value}
-    experiment = {"profiling": {"enabled": True}, "hyperparameters": hyperparameters}
-    overrides = ["core_api_profiler=true"] if value is None else []
-    assert implied_overrides(experiment) == overrides
-    is_named = any("core_api_profiler: false" in line for line in unread_keys(experiment))
-    assert is_named == (value not in (None, True))
 
 
 @pytest.mark.slow
@@ -132,23 +121,6 @@ def test_dry_run_names_unread_keys(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, "--config", "own.yaml", "--dry-run", code=0)
     lines = [line.partition(" ")[0] for line in done.stderr.splitlines()]
     assert lines == ["scheduling_unit:", "optimizations.mixed_precision:"]
-
-
-@pytest.mark.parametrize(
-    ("profiling", "arguments", "profiles"),
-    [
-        ({"enabled": True}, [], True),
-        ({"enabled": True}, ["core_api_profiler=false"], False),
-        ({"enabled": False}, [], False),
-    ],
-)
-def test_profiling_enabled_is_core_api_profiler(
-    profiling: dict[str, Any], arguments: list[str], profiles: bool
-) -> None:
-    experiment = {"profiling": profiling, "hyperparameters": {}}
-    overrides = [*implied_overrides(experiment), *arguments]
-    hp = read_hyperparameters(experiment, overrides, "test")
-    assert hp.profiling.core_api_profiler == profiles
 
 
 # ---- searches made of another experiment
