@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -63,9 +62,10 @@ class Searcher:
         """
         if not isinstance(section, dict) or not isinstance(section.get("metric"), str):
             return None
-        larger = section.get("smaller_is_better") is False
-        read = {"name": "single", "metric": section["metric"], "smaller_is_better": not larger}
-        return cls.from_config({"searcher": read}, max_steps, validation_rate)
+        smaller_is_better = section.get("smaller_is_better") is not False
+        return cls(
+            "single", section["metric"], smaller_is_better, None, 0, max_steps, validation_rate
+        )
 
     @property
     def stops_trials(self) -> bool:
@@ -82,27 +82,11 @@ class Searcher:
         problems = []
         metrics = [*smaller, *larger]
         if self.metric not in metrics:
-            nearest = [name for name in metrics if name in self.metric]
-            nearest.sort(key=len, reverse=True)
-            nearest += difflib.get_close_matches(self.metric, metrics, n=1)
-            hint = f"use {' or '.join(metrics)}"
-            if nearest:
-                hint = f"did you mean {nearest[0]}?"
-            problems.append(
-                f"searcher.metric: {self.metric!r} is not in the validation reports; {hint}"
-            )
+            problem = f"{self.metric!r} is not in the validation reports"
+            problems.append(f"searcher.metric: {problem}; use {' or '.join(metrics)}")
         elif self.smaller_is_better != (self.metric in smaller):
-            value = "false"
-            other = "true"
-            preferred = "largest"
-            if self.smaller_is_better:
-                value = "true"
-                other = "false"
-                preferred = "smallest"
-            problems.append(
-                f"searcher.smaller_is_better: {value} would prefer the {preferred} {self.metric};"
-                f" use {other}"
-            )
+            needed = str(not self.smaller_is_better).lower()
+            problems.append(f"searcher.smaller_is_better: for {self.metric} it has to be {needed}")
         if self.stops_trials:
             problem = self._problem_of_stops()
             if problem is not None:

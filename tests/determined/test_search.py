@@ -35,12 +35,11 @@ def test_searcher_check_accepts_the_shipped_search() -> None:
     [
         (
             {"metric": "validation_loss"},
-            ["searcher.metric", "validation_loss", "did you mean loss?"],
+            ["searcher.metric", "validation_loss", "use loss or perplexity"],
         ),
-        ({"metric": "loss_code"}, ["searcher.metric", "loss_code", "did you mean loss"]),
         ({"metric": "accuracy"}, ["searcher.metric", "accuracy", *METRICS]),
-        ({"smaller_is_better": False}, ["searcher.smaller_is_better", "true"]),
-        ({"metric": "eval_sciq_acc"}, ["searcher.smaller_is_better", "smallest", "use false"]),
+        ({"smaller_is_better": False}, ["searcher.smaller_is_better", "loss", "true"]),
+        ({"metric": "eval_sciq_acc"}, ["searcher.smaller_is_better", "eval_sciq_acc", "false"]),
         ({"time_metric": "steps"}, ["searcher.time_metric", "steps", "batches"]),
         ({"max_time": 1000}, ["searcher.max_time", "1000", "max_steps 400"]),
         ({"max_time": None}, ["searcher.name", "adaptive_asha", "max_time", "random or grid"]),
