@@ -28,13 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 import determined as det
 
-from lm.errors import ConfigError, RunError, make_printable
+from lm.errors import RunError, make_printable
 from lm.fileio import read_bytes, read_records, replace_durably
 from lm.launch.requirements import requires
 from lm.metrics.records import Report, Sample
 from lm.metrics.sinks import Record, Sink
-from lm.runtime.run_dir import RunDir
-from lm.storage.bucket import Bucket
 
 if TYPE_CHECKING:
     from determined.common.api import Session
@@ -222,16 +220,10 @@ class Determined(Client):
         assert run.directory is not None
         master = api.canonicalize_master_url(api.get_default_master_url())
         session = _log_in(master)
-        self._checkpoints = run.directory.absolute() / "checkpoints"
-        self._bucket: Bucket | None = None
-        url = RunDir(run.name, run.hyperparameters.get("checkpoint_storage")).url
-        if url is not None:
-            self._bucket = Bucket(url)
-            self._bucket.retry_for(0.0)
-
+        directory = str(run.directory.absolute() / "checkpoints")
         config = {
             "name": run.name,
-            "checkpoint_storage": {"type": "directory", "container_path": str(self._checkpoints)},
+            "checkpoint_storage": {"type": "directory", "container_path": directory},
             # Without a metric, the Overview has no chart. Masters before 0.38 require a length.
             "searcher": {"name": "single", "metric": "loss", "max_length": 1},
         }
@@ -257,11 +249,9 @@ class Determined(Client):
     def write(self, record: Record) -> None:
         date = datetime.fromtimestamp(record.time, UTC).isoformat()
         if record.group == "checkpoint":
-            self._write_checkpoint(record, date)
+            self._log(date, f"checkpoint of step {record.step}: {record.fields['uuid']}")
         elif record.group == "sample":
-            line = f"sample of step {record.step}: {record.sample}\n"
-            entry = {"task_id": self._task_id, "timestamp": date, "rank": "0", "log": line}
-            self._session.post("task-logs", json=[entry])
+            self._log(date, f"sample of step {record.step}: {record.sample}")
         else:
             report = {
                 "trialId": self._trial_id,
@@ -273,43 +263,9 @@ class Determined(Client):
             body = {"group": record.group, "metrics": report}
             self._session.post(f"{self._trial}/metrics", json=body)
 
-    def _write_checkpoint(self, record: Record, date: str) -> None:
-        """Report the checkpoint of `record` with its files, and those that are deleted by now."""
-        sizes = self._checkpoint_files()
-        name = record.fields["uuid"]
-        if name not in sizes:  # deleted by retention: the next one shows what is left
-            return
-        checkpoint = {
-            "uuid": name,
-            "taskId": self._task_id,
-            "reportTime": date,
-            "resources": sizes[name],
-            "state": "STATE_COMPLETED",
-            "metadata": {"steps_completed": record.step},
-            "training": {},
-        }
-        self._session.post("api/v1/checkpoints", json=checkpoint)
-        answer = self._session.get(f"{self._trial}/checkpoints?states=STATE_COMPLETED")
-        for known in answer.json()["checkpoints"]:
-            if known["uuid"] not in sizes:
-                deleted = {"uuid": known["uuid"], "resources": {"resources": {}}}
-                self._session.patch("api/v1/checkpoints", json={"checkpoints": [deleted]})
-
-    def _checkpoint_files(self) -> dict[str, dict[str, str]]:
-        """Return the size of each file by checkpoint and path; none if storage does not answer."""
-        found: dict[str, int] = {}
-        with suppress(ConfigError, RunError, OSError):
-            if self._bucket is not None:
-                found = self._bucket.sizes("checkpoints")
-            else:
-                for path in self._checkpoints.glob("*/*"):
-                    name = path.relative_to(self._checkpoints).as_posix()
-                    found[name] = path.stat().st_size
-        sizes: dict[str, dict[str, str]] = {}
-        for path, size in found.items():
-            checkpoint, _, inside = path.partition("/")
-            sizes.setdefault(checkpoint, {})[inside] = str(size)
-        return sizes
+    def _log(self, date: str, line: str) -> None:
+        entry = {"task_id": self._task_id, "timestamp": date, "rank": "0", "log": f"{line}\n"}
+        self._session.post("task-logs", json=[entry])
 
     def keep_alive(self) -> None:
         if time.monotonic() >= self._next_beat:
