@@ -252,11 +252,10 @@ _SHOWN = {
     "allocation_retries": _Shown("allocation retries", ".0f", above=0),
 }
 """Metrics of reports, in the order in which the console shows them."""
-_COLORS = {"training": "cyan", "validation": "green", "sample": "magenta"}
 
 
 class Console(Sink):
-    """A line per report, on a terminal in color and above a progress bar."""
+    """A line per report, on a terminal above a progress bar."""
 
     def __init__(self, max_steps: int, write: Callable[[str], None]) -> None:
         self._max_steps = max_steps
@@ -270,7 +269,6 @@ class Console(Sink):
         if step < self._max_steps:
             self.info(f"{format_elapsed()}  running the first step")
         if sys.stderr.isatty():
-            from termcolor import can_colorize
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -279,7 +277,6 @@ class Console(Sink):
                 unit="step",
                 dynamic_ncols=True,
                 smoothing=0.1,
-                colour="cyan" if can_colorize() else None,
             )
 
     def info(self, line: str) -> None:
@@ -312,38 +309,28 @@ class Console(Sink):
                 continue
             value = record.fields[key]
             if how.above is None or value > how.above:
-                shown.append(f"{self._dark(how.label)} {value:{how.format_spec}}")
+                shown.append(f"{how.label} {value:{how.format_spec}}")
         for key, value in record.fields.items():
             if key.startswith("loss_"):  # of a validation set
-                shown.append(f"{self._dark(key)} {value:.4f}")
+                shown.append(f"{key} {value:.4f}")
             if key.startswith("eval_"):
                 task, _, metric = key.removeprefix("eval_").rpartition("_")
-                shown.append(f"{self._dark(f'{task} {metric}')} {value:.3f}")
+                shown.append(f"{task} {metric} {value:.3f}")
         if record.group == "training" and self._bar is None and record.step > self._start_step:
             from tqdm import tqdm
 
             seconds = time.monotonic() - self._start_time
             step_seconds = seconds / (record.step - self._start_step)
             left = tqdm.format_interval(step_seconds * (self._max_steps - record.step))
-            shown.append(f"{self._dark('left')} {left}")
+            shown.append(f"left {left}")
         return shown
 
     def _label(self, record: Record) -> str:
-        group = self._colored(f"{record.group:<10}", _COLORS[record.group])
+        group = f"{record.group:<10}"
         if not self._max_steps:
             return f"{group}  step {record.step}"
         width = len(str(self._max_steps))
         return f"{group}  step {record.step:>{width}}/{self._max_steps}"
-
-    def _dark(self, label: str) -> str:
-        return self._colored(label, attrs=["dark"])
-
-    def _colored(self, text: str, color: str | None = None, attrs: Collection[str] = ()) -> str:
-        if self._bar is None:  # srun can make stdout a terminal although it writes a file
-            return text
-        from termcolor import colored
-
-        return colored(text, color, attrs=attrs)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -22,7 +22,6 @@ import torch
 from determined.core import DummyTrainContext
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
-from termcolor import can_colorize
 
 from lm.errors import RunError
 from lm.launch.launch import Launch
@@ -488,16 +487,12 @@ def test_console_shows_what_training_reports(
         assert label not in usual
 
 
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_console_on_a_terminal_has_colors_and_a_progress_bar(
-    no_color: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_console_on_a_terminal_has_a_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 120))
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", no_color)
-    can_colorize.cache_clear()
     with os.fdopen(writing, "w") as terminal, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal)
         patch.setattr(sys, "stderr", terminal)
@@ -507,14 +502,12 @@ def test_console_on_a_terminal_has_colors_and_a_progress_bar(
         logger.log("training", 15, TRAINING)
         logger.log("validation", 15, VALIDATION)
         logger.close()
-    can_colorize.cache_clear()
     output = b""
     with suppress(OSError):  # EIO: all was read
         while block := os.read(reading, 1 << 16):
             output += block
     os.close(reading)
-    shown, n_colors = re.subn(r"\033\[\d+m", "", output.decode())
-    assert bool(n_colors) == (not no_color)
+    shown = output.decode()
     assert "15/100" in shown
     assert "training    step  15/100  loss  3.1416" in shown
     assert "validation  step  15/100  loss  2.5000" in shown
