@@ -10,7 +10,6 @@ import importlib.metadata
 import re
 import sys
 import traceback
-from pathlib import Path
 from types import TracebackType
 
 from lm.errors import ConfigError
@@ -18,7 +17,6 @@ from lm.launch.console import print_error
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
-_CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _INSTALL = "pip install -r requirements.txt -c constraints.txt"
 _OURS = ("lm", "model", "fsdp")
 
@@ -77,20 +75,8 @@ def print_exception(error: Exception) -> int:
     package = name.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or name != package:
         problem = f"{error}: a package for {sys.executable} is damaged, or of another version"
-        tested = _tested_version(package)
-        if tested is not None:
-            remedy = f"install the one that is known to work: pip install {tested}"
     print_error(ConfigError(f"{problem}; {remedy}"))
     return ConfigError.exit_code
-
-
-def _tested_version(package: str) -> str | None:
-    """Return the line of constraints.txt on a package, e.g. "transformers==5.23.0"."""
-    try:
-        lines = _CONSTRAINTS.read_text().splitlines()
-    except OSError:  # of a copy without it
-        return None
-    return next((line for line in lines if line.startswith(f"{package}==")), None)
 
 
 def excepthook(
