@@ -10,7 +10,6 @@ differ, in the directory that holds them.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -37,18 +36,12 @@ from lm.fileio import Line, home_path, read_records
 from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
 
-_PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
-"""Small panels below that of the loss: their metrics and titles."""
-_TITLES = _PANELS | {
-    "loss": "loss (nats per token, or of preferences per pair)",
-    "acc": "tasks: accuracy",
-    "bpb": "tasks: bits per byte",
-}
-_SET_LOSS = re.compile(r"loss_[\w-]+", re.ASCII)
-"""of one of several validation sets"""
-_TASK_METRIC = re.compile(r"eval_[\w-]+_(acc|bpb)", re.ASCII)
-_REWARDS = ("reward_accuracy", "reward_margin")
-"""of preferences"""
+_PANELS = ("lr", "grad_norm", "tokens_per_second")
+"""Metrics of training that have a panel in the picture, below those of validation."""
+_VALIDATION = re.compile(
+    r"loss(_[\w-]+)?|bits_per_byte|reward_(accuracy|margin)|eval_[\w-]+_(acc|bpb)", re.ASCII
+)
+"""Metrics of validation that are shown: also of one of several sets, of preferences, of tasks."""
 
 
 class _Summary(NamedTuple):
@@ -68,8 +61,6 @@ _SUMMARIES = {
     "training blocked by saving (s)": _Summary("save_stall_seconds", sum, ".1f"),
     "skipped steps": _Summary("skipped_steps", sum, ".0f"),
 }
-_STYLES = (":", "-.", "s:", "^:", "x:", "s-.", "^-.", "x-.")
-"""of lines and markers"""
 REPORT = "report.md"
 PICTURE = "report.png"
 JOURNAL = "search.journal"
@@ -167,14 +158,21 @@ class RunRecords:
         """Return the steps and values of a metric."""
         return self._curves.get((group, metric), _Curve(array("q"), array("d")))
 
-    def reported(self, pattern: re.Pattern[str]) -> list[str]:
-        """Return the metrics of validations that match `pattern`, as first reported."""
+    def validated(self) -> list[str]:
+        """Return the metrics of validations that are shown, as first reported."""
         metrics = [metric for group, metric in self._curves if group == "validation"]
-        return [metric for metric in metrics if pattern.fullmatch(metric)]
+        return [metric for metric in metrics if _VALIDATION.fullmatch(metric)]
 
     def summarize(self) -> dict[str, str]:
         """Return the rows of the table that are known, by label."""
-        rows = self._summarize_validations()
+        rows: dict[str, str] = {}
+        for metric in self.validated():
+            steps, values = self.curve("validation", metric)
+            best = min(values)
+            if metric.startswith("reward_") or metric.endswith("_acc"):
+                best = max(values)
+            step = steps[values.index(best)]
+            rows[f"validation {metric}"] = f"{values[-1]:.4f}, best {best:.4f} (step {step})"
         _, losses = self.curve("training", "loss")
         if losses:
             rows["training loss"] = f"{losses[-1]:.4f}"
@@ -184,23 +182,6 @@ class RunRecords:
                 rows[label] = format(summary.combine(values), summary.format_spec)
         if self.sessions:
             rows |= self._summarize_sessions()
-        return rows
-
-    def _summarize_validations(self) -> dict[str, str]:
-        rows: dict[str, str] = {}
-        for metric in ("loss", "bits_per_byte", *_REWARDS):
-            steps, values = self.curve("validation", metric)
-            if values:
-                label = f"validation {metric.replace('_', ' ')}"
-                find_best = max if metric in _REWARDS else min
-                rows[label] = _format_last_and_best(steps, values, find_best)
-        for metric in self.reported(_SET_LOSS):
-            _, losses = self.curve("validation", metric)
-            rows[f"validation {metric}"] = f"{losses[-1]:.4f}, best {min(losses):.4f}"
-        for metric in self.reported(_TASK_METRIC):
-            steps, values = self.curve("validation", metric)
-            find_best = max if metric.endswith("_acc") else min
-            rows[metric] = _format_last_and_best(steps, values, find_best)
         return rows
 
     def _summarize_sessions(self) -> dict[str, str]:
@@ -232,13 +213,6 @@ class RunRecords:
         ends.append(self._last_write)
         starts = [session.time for session in self.sessions]
         return [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
-
-
-def _format_last_and_best(
-    steps: Sequence[int], values: Sequence[float], find_best: Callable[[Sequence[float]], float]
-) -> str:
-    best = find_best(values)
-    return f"{values[-1]:.4f}, best {best:.4f} (step {steps[values.index(best)]})"
 
 
 def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
@@ -312,83 +286,71 @@ def format_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-class _Drawn(NamedTuple):
-    """Curves of a metric, one of each run, in a panel of the picture."""
+class _Panel(NamedTuple):
+    """Curves of a metric, one or two of each run."""
 
-    panel: str
-    group: str
+    title: str
     metric: str
-    style: str
-    label: str | None = None
+    groups: Sequence[str]
+    runs: Sequence[int]
+    """numbers of those that are drawn"""
 
 
-def _list_drawn(runs: Sequence[RunRecords]) -> list[_Drawn]:
-    drawn = [
-        _Drawn("loss", "training", "loss", "-", "training"),
-        _Drawn("loss", "validation", "loss", "o--", "validation"),
-    ]
-    sets = dict.fromkeys(metric for run in runs for metric in run.reported(_SET_LOSS))
-    for metric, style in zip(sets, itertools.cycle(_STYLES), strict=False):
-        drawn.append(_Drawn("loss", "validation", metric, style, f"validation {metric}"))
-    tasks = dict.fromkeys(metric for run in runs for metric in run.reported(_TASK_METRIC))
-    for metric, style in zip(tasks, itertools.cycle(("o--", *_STYLES)), strict=False):
-        task, _, kind = metric.removeprefix("eval_").rpartition("_")
-        drawn.append(_Drawn(kind, "validation", metric, style, task))
-    if any(run.curve("validation", _REWARDS[0]).values for run in runs):
-        drawn += [_Drawn(metric, "validation", metric, "o--") for metric in _REWARDS]
-    return drawn + [_Drawn(metric, "training", metric, "-") for metric in _PANELS]
+def _list_panels(runs: Sequence[RunRecords]) -> list[_Panel]:
+    """Return the panels of the picture. Losses on other validation data are in separate ones."""
+    data = _number_validation_data(runs)
+    metrics = dict.fromkeys(metric for run in runs for metric in run.validated())
+    panels: list[_Panel] = []
+    for metric in dict.fromkeys(["loss", *metrics]):
+        for number in sorted(set(data)):
+            own = [i for i, its_number in enumerate(data) if its_number == number]
+            if not metric.startswith("loss"):
+                own = list(range(len(runs)))
+            title = metric
+            if len(own) < len(runs):
+                title += f", validation data {number}"
+            groups = ["validation"]
+            if metric == "loss":
+                groups.append("training")
+            panels.append(_Panel(title, metric, groups, own))
+    panels += [_Panel(metric, metric, ["training"], range(len(runs))) for metric in _PANELS]
+    return list({panel.title: panel for panel in panels}.values())
 
 
 def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     """Draw the curves of `runs`; raise ImportError without matplotlib.
 
-    Losses on other validation data are in a separate panel. Of one run, a color is a metric. Of
-    several, a color is a run, and a style is a metric.
+    A color is a run, a line is training, and a dashed one with points is validation. The panels of
+    losses are as wide as the picture, three others are in a row.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    drawn = _list_drawn(runs)
-    panels = {curve.panel for curve in drawn}
-    # A panel is as wide as the columns in which it stands.
-    numbers = _number_validation_data(runs)
-    losses = [f"loss {number}" for number in sorted(set(numbers))]
-    rows: list[list[Any]] = [[name] * 6 for name in losses]
+    panels = {panel.title: panel for panel in _list_panels(runs)}
+    rows: Any = [[title] * 3 for title, panel in panels.items() if panel.metric == "loss"]
     heights = [5.0] * len(rows)  # inches
-    for names in (("acc", "bpb"), _REWARDS):
-        if panels.intersection(names):
-            rows.append([name for name in names for _ in range(6 // len(names))])
-            heights.append(3.5)
-    rows.append([name for name in _PANELS for _ in range(2)])
-    heights.append(2.5)
+    others = [title for title, panel in panels.items() if panel.metric != "loss"]
+    for start in range(0, len(others), 3):
+        rows.append([*others[start : start + 3], ".", "."][:3])
+        heights.append(2.5)
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
-    colors = [f"C{n}" for n in range(len(runs))]  # ten, which then repeat
-    for place, panel in figure.subplot_mosaic(rows, height_ratios=heights).items():
-        name, _, data = place.partition(" ")
-        for number, curve in enumerate(curve for curve in drawn if curve.panel == name):
-            for run, color, its_data in zip(runs, colors, numbers, strict=True):
-                if data not in ("", str(its_data)):
-                    continue
-                label = None
-                if len(runs) == 1:
-                    color = f"C{number}"
-                    label = curve.label
-                steps, values = run.curve(curve.group, curve.metric)
-                panel.plot(steps, values, curve.style, color=color, markersize=4, label=label)
-            if len(runs) > 1 and curve.label:
-                panel.plot([], [], curve.style, color="black", markersize=4, label=curve.label)
-        title = _TITLES.get(name, name.replace("_", " "))
-        if len(losses) > 1 and data:
-            title = f"{title}, validation data {data}"
-        panel.set(title=title, xlabel="step")
-        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-        panel.ticklabel_format(axis="y", scilimits=(-3, 5))  # short, whatever the values
-        panel.grid(alpha=0.3)
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend()
+    for title, axes in figure.subplot_mosaic(rows, height_ratios=heights).items():
+        panel = panels[title]
+        for number in panel.runs:
+            for group in panel.groups:
+                style = "-" if group == "training" else "o--"
+                steps, values = runs[number].curve(group, panel.metric)
+                label = group if number == panel.runs[0] else None
+                axes.plot(steps, values, style, color=f"C{number}", markersize=4, label=label)
+        if len(panel.groups) > 1:
+            axes.legend()
+        axes.set(title=title, xlabel="step")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))  # short, whatever the values
+        axes.grid(alpha=0.3)
     if len(runs) > 1:
-        lines = [Line2D([], [], color=color) for color in colors]
+        lines = [Line2D([], [], color=f"C{number}") for number in range(len(runs))]
         names = [textwrap.shorten(run.name, 40).replace("$", r"\$") for run in runs]
         figure.legend(lines, names, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=100)

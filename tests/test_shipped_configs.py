@@ -241,7 +241,7 @@ def test_dpo_recipe_trains_on_dialogs(tmp_path: Path) -> None:
     assert last["reward_margin"] > 0
     assert last["reward_accuracy"] == 1
     report = (tmp_path / "runs" / "dpo" / "report.md").read_text()
-    assert "validation reward accuracy | 1.0000" in report
+    assert "validation reward_accuracy | 1.0000" in report
 
 
 def test_config_yaml_equals_the_original_example() -> None:

@@ -117,9 +117,9 @@ def test_report_has_the_best_scores_of_tasks() -> None:
             line = {"group": "validation", "step": step, "time": 2060.0, **scores}
             file.write("\n" + json.dumps(line))
     facts = report.RunRecords(run).summarize()
-    assert facts["eval_own_acc"] == "0.2500, best 0.5000 (step 10)"
-    assert facts["eval_own_bpb"] == "0.2500, best 0.2500 (step 20)"
-    assert sum(label.startswith("eval_") for label in facts) == 2
+    assert facts["validation eval_own_acc"] == "0.2500, best 0.5000 (step 10)"
+    assert facts["validation eval_own_bpb"] == "0.2500, best 0.2500 (step 20)"
+    assert sum(label.startswith("validation eval_") for label in facts) == 2
     assert report.write_report(run) == "runs/a/report.md and report.png"
 
 
