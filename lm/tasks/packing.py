@@ -28,8 +28,6 @@ _PAD_MULTIPLE = 16
 """Batches are padded to a multiple of so many tokens, so that few shapes occur."""
 _BATCH_TOKENS = 1 << 13
 """Enough to keep a device busy: a Hugging Face model can have a `max_seq_len` of 131,072."""
-_QUESTIONS_PER_CALL = 256
-"""Questions in one call of the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,9 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: AnyModelConfig) -> Tokeni
     sequences: list[ScoredSequence] = []
     n_choices = 0
     n_cut = 0
-    for question, encoded in _encode(task, tokenizer):
+    for question in task.questions:
+        with error_prefix(task.name):
+            encoded = _encode(question, tokenizer)
         for choice, (ids, n_context) in zip(question.choices, encoded, strict=True):
             if len(ids) == n_context:
                 problem = f"question {len(questions) + 1}: {choice.text[:60]!r} after its context"
@@ -134,72 +134,39 @@ class EncodedChoice(NamedTuple):
     """how many of them are the context's"""
 
 
-class _Text(NamedTuple):
-    """A context, or a context and a choice, as the model reads them."""
-
-    text: str
-    is_chat: bool
-    """a chat template has written the start and end tokens"""
-
-
-def _encode(task: Task, tokenizer: Tokenizer) -> Iterator[tuple[Question, list[EncodedChoice]]]:
-    """Yield each question with its encoded choices.
-
-    Context and choice are encoded as one text, as they are in training.
-    """
+def _encode(question: Question, tokenizer: Tokenizer) -> list[EncodedChoice]:
+    """Return each choice with its context, encoded as one text, as they are in training."""
     start_id = tokenizer.bos_id
     if start_id is None:
         start_id = tokenizer.eos_id
-    writer = _ContextWriter(tokenizer)
-    for start in range(0, len(task.questions), _QUESTIONS_PER_CALL):
-        some_questions = task.questions[start : start + _QUESTIONS_PER_CALL]
-        choices = [choice for question in some_questions for choice in question.choices]
-        with error_prefix(task.name):
-            different = dict.fromkeys(choice.context for choice in choices)
-            contexts = {context: writer.write(context) for context in different}
-        texts = [_append(contexts[choice.context], choice.text) for choice in choices]
-        ids_of = _encode_texts([*contexts.values(), *texts], tokenizer)
-        for question in some_questions:
-            encoded: list[EncodedChoice] = []
-            for choice in question.choices:
-                context = contexts[choice.context]
-                ids = ids_of[_append(context, choice.text)]
-                encoded.append(_find_context(ids, ids_of[context], start_id))
-            yield question, encoded
+    different = dict.fromkeys(choice.context for choice in question.choices)
+    written = {context: _write(context, tokenizer) for context in different}
+    texts = [written[choice.context] + choice.text for choice in question.choices]
+    distinct = list(dict.fromkeys([*written.values(), *texts]))
+    if isinstance(question.choices[0].context, str):
+        encoded = tokenizer.encode_batch(distinct)
+    else:  # a chat, whose template has written the tokens at its start
+        encoded = [tokenizer.encode_piece(text) for text in distinct]
+    ids_of = {text: ids.astype(np.int64) for text, ids in zip(distinct, encoded, strict=True)}
+    choices: list[EncodedChoice] = []
+    for choice, text in zip(question.choices, texts, strict=True):
+        context_ids = ids_of[written[choice.context]]
+        choices.append(_find_context(ids_of[text], context_ids, start_id))
+    return choices
 
 
-class _ContextWriter:
-    """Writes contexts as text, messages by the tokenizer's chat template."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def write(self, context: Context) -> _Text:
-        """Return the text of a context, of messages with the start of a reply."""
-        if isinstance(context, str):
-            return _Text(context, is_chat=False)
-        messages = [message._asdict() for message in context]
-        rendered = self._tokenizer.render(messages, add_generation_prompt=True)
-        places = [f"messages[{i}]" for i in range(len(messages))]
-        unwritten = find_unwritten(messages, places, None, rendered.text)
-        if unwritten:
-            keys = ", ".join(unwritten)
-            problem = f"{self._tokenizer.find_template().name} leaves out {keys}"
-            raise ConfigError(f"{problem}; use roles that it writes, e.g. user")
-        return _Text(rendered.text, is_chat=True)
-
-
-def _append(context: _Text, choice: str) -> _Text:
-    return context._replace(text=context.text + choice)
-
-
-def _encode_texts(texts: Sequence[_Text], tokenizer: Tokenizer) -> dict[_Text, Ids]:
-    """Return the ids of each text, of those of no chat with the tokenizer's start of text."""
-    plain = [text for text in dict.fromkeys(texts) if not text.is_chat]
-    chats = [text for text in dict.fromkeys(texts) if text.is_chat]
-    encoded = tokenizer.encode_batch([text for text, _ in plain])
-    encoded += [tokenizer.encode_piece(text) for text, _ in chats]
-    return dict(zip([*plain, *chats], [ids.astype(np.int64) for ids in encoded], strict=True))
+def _write(context: Context, tokenizer: Tokenizer) -> str:
+    """Return the text of a context, of messages by the chat template, with the start of a reply."""
+    if isinstance(context, str):
+        return context
+    messages = [message._asdict() for message in context]
+    rendered = tokenizer.render(messages, add_generation_prompt=True)
+    places = [f"messages[{i}]" for i in range(len(messages))]
+    unwritten = find_unwritten(messages, places, None, rendered.text)
+    if unwritten:
+        problem = f"{tokenizer.find_template().name} leaves out {', '.join(unwritten)}"
+        raise ConfigError(f"{problem}; use roles that it writes, e.g. user")
+    return rendered.text
 
 
 def _find_context(ids: Ids, context_ids: Ids, start_id: int) -> EncodedChoice:
