@@ -51,7 +51,8 @@ def is_held_out(document: Iterable[bytes], fraction: float) -> bool:
     return int.from_bytes(digest.digest(), "big") < fraction * 2**64
 
 
-def _is_held_out_text(text: Text, fraction: float) -> bool:
+def is_held_out_text(text: Text, fraction: float) -> bool:
+    """Return whether a text is for validation; see `is_held_out`."""
     return is_held_out(map(str.encode, text.blocks()), fraction)
 
 
@@ -66,7 +67,7 @@ def hold_out(texts: Iterable[Text], fraction: float, from_tail: bool) -> Iterato
             yield from _split_text(text, fraction)
         else:
             if fraction > 0:
-                text.document.held_out = _is_held_out_text(text, fraction)
+                text.document.held_out = is_held_out_text(text, fraction)
             yield text
 
 
@@ -91,26 +92,25 @@ def _cut(text: Text, start: int, stop: int) -> Iterator[str]:
         position += len(block)
 
 
-def must_split(texts: Iterable[Text], fraction: float) -> bool:
-    """Return whether the tail of each document is held out, and not documents by their content.
+def splits_by_content(documents: Iterable[tuple[int, bool]], fraction: float) -> bool:
+    """Return whether documents are held out by their content, and not by their place.
 
-    It is if these have less than half, or more than twice, of `fraction` of the text; more than
-    `_FEW_DOCUMENTS` are not read.
+    They are if this holds out at least half, and at most twice, of `fraction` of the data, or if
+    there are `_FEW_DOCUMENTS`; more are not read.
+
+    Args:
+        documents: the size of each, and whether it is held out by its content.
     """
-    if fraction == 0:
-        return False
-    n_held_out = 0
-    n_characters = 0
+    held_out_size = 0
+    total_size = 0
     n_documents = 0
-    for text in itertools.islice(texts, _FEW_DOCUMENTS):
-        size = sum(map(len, text.blocks()))
-        if _is_held_out_text(text, fraction):
-            n_held_out += size
-        n_characters += size
+    for size, held_out in itertools.islice(documents, _FEW_DOCUMENTS):
+        if held_out:
+            held_out_size += size
+        total_size += size
         n_documents += 1
-    is_few = n_documents < _FEW_DOCUMENTS
-    expected = n_characters * fraction
-    return is_few and not expected / 2 <= n_held_out <= 2 * expected
+    expected = total_size * fraction
+    return n_documents == _FEW_DOCUMENTS or expected / 2 <= held_out_size <= 2 * expected
 
 
 def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Text]:

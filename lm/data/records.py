@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lm.data.documents import total_size
 from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
-from lm.data.readers import is_held_out
+from lm.data.readers import is_held_out, splits_by_content
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.stream import read_once
@@ -139,19 +139,13 @@ def _check_first_lines(files: Sequence[Path], tokenize: _PieceTokenizer) -> None
 
 
 def _splits_by_content(files: Sequence[Path], options: RecordOptions) -> bool:
-    """Return whether `_is_held_out` is true of some records, and false of others.
-
-    Reads no more of them than it needs.
-    """
     fields = RecordFields(options.fields, options.pairs)
-    found: set[bool] = set()
-    with suppress(ConfigError, RecursionError):  # of a line that is read again, and named
-        for path in files:
-            for line in _read_lines(path, options):
-                found.add(_is_held_out(parse_line(line), fields))
-                if len(found) == 2:
-                    return True
-    return False
+    lines = itertools.chain.from_iterable(_read_lines(path, options) for path in files)
+    sizes = ((line.size, _is_held_out(parse_line(line), fields)) for line in lines)
+    try:
+        return splits_by_content(sizes, HELD_OUT)
+    except (ConfigError, RecursionError):  # of a line that is read again, and named
+        return False
 
 
 def _is_held_out(record: Record, fields: RecordFields) -> bool:

@@ -14,10 +14,11 @@ from lm.data.encoder import encode_in_threads, split_document
 from lm.data.readers import (
     Text,
     hold_out,
-    must_split,
+    is_held_out_text,
     read_dataset,
     read_documents,
     read_ids,
+    splits_by_content,
 )
 from lm.data.token_file import TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
@@ -44,7 +45,7 @@ class TextFiles:
         """whether the tail of each document is held out"""
         if not self._have_ids:
             self._check_starts()
-            self.cuts_tails = must_split(self._read_all(), options.validation_fraction)
+            self.cuts_tails = not self._splits_by_content()
 
     def _read_all(self, *paths: Path) -> Iterator[Text]:
         options = self._options
@@ -58,6 +59,16 @@ class TextFiles:
             for text in itertools.islice(self._read_all(path), 1):
                 for _ in itertools.islice(text.blocks(), _CHECKED_BLOCKS):
                     pass
+
+    def _splits_by_content(self) -> bool:
+        fraction = self._options.validation_fraction
+        if fraction == 0:
+            return True
+        sizes = (
+            (sum(map(len, text.blocks())), is_held_out_text(text, fraction))
+            for text in self._read_all()
+        )
+        return splits_by_content(sizes, fraction)
 
     def read(self) -> Iterator[Text]:
         """Yield the documents in order."""

@@ -27,8 +27,10 @@ from lm.config.reading import read_hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.data.dataset import Dataset, ValidationSet, validation_metric_names
 from lm.data.loader import Batch, Loader
+from lm.data.readers import is_held_out
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
+from lm.data.tokenized import HELD_OUT
 from lm.data.windows import WindowDataset
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
@@ -473,6 +475,18 @@ def test_val_data_default_of_equal_lines_is_every_20th(tmp_path: Path) -> None:
     )
     assert len(data.validation[0].dataset) == 3
     assert data.train.samples_per_epoch == 38
+
+
+def test_val_data_default_of_few_lines_is_every_20th_if_content_holds_out_too_many(
+    tmp_path: Path,
+) -> None:
+    lines = [{"text": f"{number:04}"} for number in range(1000)]
+    by_content = [is_held_out([json.dumps(line).encode()], HELD_OUT) for line in lines]
+    held_out = list(itertools.compress(lines, by_content))
+    others = [line for line in lines if line not in held_out]
+    for few, n_held_out in (([*others[:95], *held_out[:9]], 9), ([*others[:30], *held_out[:9]], 2)):
+        data = open_lines(tmp_path, *few, without="val_data", packing=False)
+        assert len(data.validation[0].dataset) == n_held_out
 
 
 def test_prompt_default_is_the_start_of_validation_data(tmp_path: Path) -> None:
