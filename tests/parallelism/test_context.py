@@ -215,7 +215,7 @@ def compute_gradients_of_pairs(
         models.append(model.train())
     initial, model = models
     dpo = DPO(hp.objective, data.n_replies, world.device)
-    list(dpo.prepare(initial, loader, 0, world, lambda _: None))
+    list(dpo.prepare(initial, loader, world, lambda _: None))
     batch = next(loader.training(0))
     loss_sum = torch.zeros(())
     statistics = torch.zeros(len(dpo.statistics), dtype=torch.float64)
