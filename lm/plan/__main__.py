@@ -51,7 +51,6 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--gpus", type=number(int, 1), default=1, metavar="N", help=gpus_help)
     nodes_help = f"number of nodes ({GPUS_PER_NODE} GPUs per node)"
     add("--nodes", type=number(int, 1), metavar="M", help=nodes_help)
-    add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
     if args.nodes is None:
         args.nodes = max(1, math.ceil(args.gpus / GPUS_PER_NODE))

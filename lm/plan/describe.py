@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from bisect import bisect_left
@@ -172,19 +171,6 @@ def describe_plan(args: argparse.Namespace) -> Plan:
         print("taking steps on fake tensors", file=sys.stderr)
     need = fit.measure(hp, ranks)
     largest = fit.find_largest_batch_size(hp, need)
-    if args.json:
-        values = {
-            "parameters": hp.model.n_parameters,
-            "memory": dict(need.memory),
-            "peak": need.peak,
-            "phase": need.phase,
-            "host": need.host,
-            "available": ranks.memory,
-            "fits": need.fits,
-            "largest_batch_size": largest,
-            "total_batch_size": hp.data.total_batch_size,
-        }
-        return Plan(json.dumps(values), need.fits)
     lines += [*need.describe(), ""]
     usable = f"{USABLE:.0%} of the memory of one {args.card}, {format_bytes(USABLE * ranks.memory)}"
     if need.fits:
