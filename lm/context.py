@@ -184,14 +184,17 @@ def convolve(x: Tensor, weight: Tensor, document_ids: Tensor, part: SequencePart
     reach = weight.shape[1] - 1
     pieces = x.unflatten(2, (2, -1))  # B D 2 T/2
     length = pieces.shape[3]
-    ends = pieces[..., -reach:]
-    all_ends = part.gather(ends.flatten(2)[..., None])[..., 0]
+    extended = reach + length
+    ends = pieces[..., -reach:]  # B D 2 K-1, or the complete pieces, if these are shorter
+    columns = ends.flatten(2)[..., None]
+    all_ends = part.gather(columns)[..., 0]
     # What precedes each piece, with zeros before the sequence.
     before = F.pad(all_ends, (reach, 0)).unfold(2, reach, ends.shape[3])  # B D 2N+1 K-1
-    ids = F.pad(document_ids, (reach, 0), value=-1).unfold(1, reach + length, length)  # B 2N ...
-    numbers = part.indices[:, ::length, None] // length  # B 2 1
-    own_ids = ids.gather(1, numbers.expand(-1, -1, reach + length))
+    ids = F.pad(document_ids, (reach, 0), value=-1).unfold(1, extended, length)  # B 2N K-1+T/2
+    numbers = part.indices[:, ::length, None] // length  # B 2 1, of the pieces
+    own_ids = ids.gather(1, numbers.expand(-1, -1, extended))
     own_before = before.gather(2, numbers[:, None].expand(-1, x.shape[1], -1, reach))
-    extended = torch.cat([own_before, pieces], dim=3).transpose(1, 2)  # B 2 D ...
-    output = causal_convolution(extended.flatten(0, 1), weight, own_ids.flatten(0, 1))
-    return output[..., reach:].unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+    inputs = torch.cat([own_before, pieces], dim=3).transpose(1, 2)  # B 2 D K-1+T/2
+    outputs = causal_convolution(inputs.flatten(0, 1), weight, own_ids.flatten(0, 1))
+    own_outputs = outputs[..., reach:].unflatten(0, (-1, 2))  # B 2 D T/2
+    return own_outputs.transpose(1, 2).flatten(2)

@@ -73,13 +73,15 @@ def _apply_rule(
         document_ids: `(B, T)`, equal for the tokens of one document, and for no others of a row.
     """
     _, length, heads, _ = value.shape
-    q = _normalize(_cut(query, heads)) * query.shape[-1] ** -0.5  # N B H C K
+    scale = query.shape[-1] ** -0.5
+    q = _normalize(_cut(query, heads)) * scale  # N B H C K
     k = _normalize(_cut(key, heads))
     v = _cut(value, heads)  # N B H C V
     b = _cut(beta[..., None], heads)  # N B H C 1
 
     rows = F.pad(document_ids, (0, -length % CHUNK), value=-1)
-    ids = rows.unflatten(1, (-1, CHUNK)).transpose(0, 1)[:, :, None, :, None]  # N B 1 C 1
+    of_chunks = rows.unflatten(1, (-1, CHUNK)).transpose(0, 1)  # N B C
+    ids = of_chunks[:, :, None, :, None]  # N B 1 C 1
     last = ids[..., -1:, :]
     before = torch.cat([last[:1], last[:-1]])  # of the first chunk, whose S is 0, any
     is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=ids.device).tril()
@@ -112,8 +114,8 @@ def _apply_rule(
         news = its_known - its_reads @ state  # N
         outputs.append(its_queries @ state + its_scores @ news)
         state = its_decay * state + its_keys @ news
-    output = torch.stack(outputs).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]  # B T H V
-    return output.to(value.dtype).contiguous()
+    output = torch.stack(outputs).permute(1, 0, 3, 2, 4).flatten(1, 2)  # B T H V
+    return output[:, :length].to(value.dtype).contiguous()
 
 
 gated_delta_rule = torch.library.custom_op("lm::gated_delta_rule", _apply_rule, mutates_args=())
