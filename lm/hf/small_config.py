@@ -28,73 +28,99 @@ POSITIONS_OF = {
     "original_max_position_embeddings": POSITIONS // 2,
 }
 """more than rows have in the examination; those of a table of positions"""
-_IDS = ("_id", "_ids", "_index")
+_IDS = ("_id", "_index")
 """ends of the names of numbers that are no sizes"""
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_blocks")
-_WIDTHS = {
-    "attention_hidden_size": 64,
-    "d_model": 64,
-    "emb_dim": 64,
-    "embedding_dim": 64,
-    "embedding_size": 64,
-    "hidden_size": 64,
-    "lru_width": 64,
-    "n_embd": 64,
-    "word_embed_proj_dim": 64,
-    "mamba_d_ssm": 64,
-    "dense_intermediate_size": 96,
-    "expert_ffn_hidden_size": 96,
-    "ffn_dim": 96,
-    "ffn_hidden_size": 96,
-    "intermediate_size": 96,
-    "intermediate_size_mlp": 96,
-    "moe_intermediate_size": 96,
-    "moe_shared_expert_intermediate_size": 96,
-    "n_inner": 96,
-    "shared_expert_intermediate_size": 96,
-    "shared_intermediate_size": 96,
-    "hidden_size_per_layer_input": 16,
-    "head_dim": 16,
-    "swa_head_dim": 32,
-    "kv_channels": 16,
-    "v_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "qk_head_dim": 32,
-    "index_head_dim": 16,
-    "indexer_head_dim": 16,
-    "linear_head_dim": 16,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "o_lora_rank": 16,
-    "rotary_dim": 8,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 8,
-    "time_step_rank": 8,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "encoder_hash_byte_group_vocab": VOCABULARY,
-    "vocab_size": VOCABULARY,
-    "vocab_size_per_layer_input": VOCABULARY,
+_INNER = 96
+"""widths of feed-forward networks"""
+_SIZES = {
+    **dict.fromkeys(
+        (
+            "attention_hidden_size",
+            "d_model",
+            "emb_dim",
+            "embedding_dim",
+            "embedding_size",
+            "hidden_size",
+            "lru_width",
+            "mamba_d_ssm",
+            "n_embd",
+            "word_embed_proj_dim",
+        ),
+        64,
+    ),
+    **dict.fromkeys(("qk_head_dim", "swa_head_dim"), 32),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "hidden_size_per_layer_input",
+            "index_head_dim",
+            "indexer_head_dim",
+            "kv_channels",
+            "kv_lora_rank",
+            "linear_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "mamba_d_head",
+            "mamba_head_dim",
+            "o_lora_rank",
+            "q_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            "mamba_d_state",
+            "mamba_dt_rank",
+            "rotary_dim",
+            "ssm_state_size",
+            "state_size",
+            "time_step_rank",
+        ),
+        8,
+    ),
+    **dict.fromkeys(
+        (
+            "dense_intermediate_size",
+            "expert_ffn_hidden_size",
+            "ffn_dim",
+            "ffn_hidden_size",
+            "intermediate_size",
+            "intermediate_size_mlp",
+            "moe_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "n_inner",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        ("encoder_hash_byte_group_vocab", "vocab_size", "vocab_size_per_layer_input"), VOCABULARY
+    ),
+    **dict.fromkeys(
+        (
+            "attention_chunk_size",
+            "attention_window_size",
+            "chunk_size",
+            "heavily_compressed_attention",
+            "index_topk",
+            "indexer_budget",
+            "mamba_chunk_size",
+            "sliding_window",
+            "sliding_window_size",
+            "window_size",
+        ),
+        WINDOW,
+    ),
     **POSITIONS_OF,
-    "attention_chunk_size": WINDOW,
-    "attention_window_size": WINDOW,
-    "chunk_size": WINDOW,
-    "heavily_compressed_attention": WINDOW,
-    "indexer_budget": WINDOW,
-    "mamba_chunk_size": WINDOW,
-    "sliding_window": WINDOW,
-    "sliding_window_size": WINDOW,
-    "window_size": WINDOW,
-    "index_topk": WINDOW,
 }
-"""Sizes; a size of 0 or null stays."""
-_DERIVED = ("head_dim",)
-"""What some classes derive from other sizes if it is null, and others need."""
+"""A size of 0 stays."""
+_INDEPENDENT = (_INNER, VOCABULARY, WINDOW)
+"""sizes that are cut even if widths stay"""
 _HEADS = (
     "num_attention_heads",
     "n_head",
@@ -119,9 +145,21 @@ _EXPERTS_PER_TOKEN = (
     "moe_topk",
     "top_k_experts",
 )
-_EXPERT_GROUPS = ("n_group", "num_expert_group")
+_MOST = {
+    **dict.fromkeys(_EXPERTS, 4),
+    **dict.fromkeys((*_EXPERTS_PER_TOKEN, "n_group", "num_expert_group", "zero_expert_num"), 2),
+    "topk_group": 1,
+}
+_IF_NULL = {
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
+}
+"""What some classes derive from other sizes, and others need."""
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
-_ROPE = ("rope_parameters", "rope_scaling")
 _RATE = 0.25
 
 
@@ -144,13 +182,11 @@ def _cut(
     small = copy.deepcopy(dict(values))
     _cut_layers(small, layers_of_a_kind)
     _cut_sizes(small, cuts_widths=cuts_widths)
-    _cut_experts(small)
     if cuts_widths:
         _cut_heads(small)
         _cut_mamba(small)
-    for key in _ROPE:
-        if isinstance(small.get(key), dict):
-            _cut_rope(small[key], small, cuts_widths=cuts_widths)
+    if cuts_widths and isinstance(small.get("rope_parameters"), dict):
+        _cut_rope(small["rope_parameters"], small)
     set_random_rates(small, 0.0)
     return small
 
@@ -166,7 +202,7 @@ def possible_lengths(config: Mapping[str, Any], least: int) -> Iterator[KeyPath]
     shorter.
     """
     for key, value in config.items():
-        is_known = key in _WIDTHS and key not in POSITIONS_OF
+        is_known = key in _SIZES and key not in POSITIONS_OF
         if isinstance(value, dict) and key != "per_layer_config":
             for inner in possible_lengths(value, least):
                 yield (key, *inner)
@@ -200,11 +236,12 @@ def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
     if key is None:
         return
     n_layers: int = small[key]
-    lists = _find_lists(small, n_layers)
+    lists = [value for value in small.values() if isinstance(value, list)]
+    of_all_layers = [value for value in lists if len(value) == n_layers > 1]
     n_shared = small.get("num_kv_shared_layers") or 0
     kinds: dict[str, list[int]] = {}
     for layer in range(n_layers):
-        values = [of_layers[layer] for of_layers in lists]
+        values = [of_layers[layer] for of_layers in of_all_layers]
         shares = layer >= n_layers - n_shared
         kinds.setdefault(repr((values, shares)), []).append(layer)
     kept = sorted(layer for layers in kinds.values() for layer in layers[:layers_of_a_kind])
@@ -213,7 +250,7 @@ def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
         _cut_periods(small)
     elif len(kept) > 6:
         kept = kept[:6]
-    for of_layers in lists:
+    for of_layers in of_all_layers:
         of_layers[:] = [of_layers[layer] for layer in kept]
     for indices, value in small.items():
         if indices.endswith("_layer_indices"):
@@ -247,32 +284,19 @@ def _cut_periods(small: dict[str, Any]) -> None:
                 small[offset] %= 2
 
 
-def _find_lists(values: dict[str, Any], length: int) -> list[list[Any]]:
-    """Return the lists with a value for each layer."""
-    found: list[list[Any]] = []
-    for value in values.values():
-        if isinstance(value, dict):
-            found += _find_lists(value, length)
-        elif isinstance(value, list) and len(value) == length and length > 1:
-            found.append(value)
-    return found
-
-
 def _cut_sizes(small: dict[str, Any], *, cuts_widths: bool) -> None:
-    """Cut what has a name of `_WIDTHS`, in inner mappings and lists, too."""
-    lengths = (VOCABULARY, WINDOW)
+    """Cut what has a known name, in inner mappings and lists, too."""
     for key, value in small.items():
+        size = _SIZES.get(key)
         if isinstance(value, dict):
             _cut_sizes(value, cuts_widths=cuts_widths)
-            continue
-        size = _WIDTHS.get(key)
-        is_length = size in lengths or key in POSITIONS_OF
-        is_inner = key.endswith(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"))
-        if value is None and key in _DERIVED:
-            small[key] = size
-        elif size is not None and (cuts_widths or is_inner or is_length):
+        elif value is None:
+            small[key] = _IF_NULL.get(key)
+        elif size is not None and (cuts_widths or size in _INDEPENDENT or key in POSITIONS_OF):
             small[key] = _replace(value, size)
-        elif key == "pad_token_id" and value is not None:
+        elif key in _MOST:
+            small[key] = _replace(value, _MOST[key], least=_MOST[key])
+        elif key == "pad_token_id":
             small[key] = 0
         elif key.endswith(("_token_id", "_token_index", "_token_ids")):
             small[key] = _replace(value, VOCABULARY - 1, least=VOCABULARY)
@@ -298,32 +322,6 @@ def _check_experts(values: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{per_token}: {counts[per_token]} exceeds {key} {n}")
 
 
-def _cut_experts(small: dict[str, Any]) -> None:
-    for key, value in small.items():
-        if isinstance(value, dict):
-            _cut_experts(value)
-        elif key == "n_shared_experts" and value is None:
-            small[key] = 1
-        elif key in _EXPERTS and value is None:
-            small[key] = 4
-        elif key in _EXPERTS_PER_TOKEN and value is None:
-            small[key] = 2
-        elif key in _EXPERTS:
-            small[key] = _at_most(value, 4)
-        elif key in (*_EXPERTS_PER_TOKEN, *_EXPERT_GROUPS, "zero_expert_num"):
-            small[key] = _at_most(value, 2)
-        elif key == "topk_group":
-            small[key] = _at_most(value, 1)
-
-
-def _at_most(value: Any, most: int) -> Any:
-    if isinstance(value, list):
-        return [_at_most(each, most) for each in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return min(value, most)
-    return value
-
-
 def _cut_heads(small: dict[str, Any]) -> None:
     """Let there be four heads, of which keys and values have as many, one, or else two."""
     heads: Any = None
@@ -332,8 +330,6 @@ def _cut_heads(small: dict[str, Any]) -> None:
             if isinstance(values.get(key), int):
                 heads = values[key]
                 values[key] = 4
-            elif isinstance(values.get(key), list):
-                values[key] = [4] * len(values[key])
         for key in _KV_HEADS:
             if key in values:
                 values[key] = _cut_kv_heads(values[key], heads)
@@ -349,8 +345,6 @@ def _cut_heads(small: dict[str, Any]) -> None:
 def _cut_kv_heads(value: Any, heads: Any) -> Any:
     if value is None:
         return 4
-    if isinstance(value, list):
-        return [_cut_kv_heads(each, heads) for each in value]
     if not isinstance(value, int) or isinstance(value, bool) or value <= 1:
         return value
     return 4 if value == heads else 2
@@ -377,13 +371,8 @@ def _cut_mamba(small: dict[str, Any]) -> None:
             small[key] = min(small[key], 2)
 
 
-def _cut_rope(rope: dict[str, Any], small: Mapping[str, Any], *, cuts_widths: bool) -> None:
+def _cut_rope(rope: dict[str, Any], small: Mapping[str, Any]) -> None:
     """Cut the lists of a rotary embedding's options to the rotated dimensions of a small head."""
-    for value in rope.values():
-        if isinstance(value, dict):
-            _cut_rope(value, small, cuts_widths=cuts_widths)
-    if not cuts_widths:
-        return
     head = small.get("qk_rope_head_dim") or small.get("head_dim")
     if not isinstance(head, int):
         head = 16
