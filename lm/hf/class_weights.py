@@ -77,8 +77,6 @@ class ClassWeights:
     directory: Path
     config: PreTrainedConfig
     """of the model that was saved"""
-    text_config: PreTrainedConfig
-    """of the network, see `build_network`"""
     quantization: Mapping[str, Any] | None
     stored: Mapping[str, Tensor]
     """tensors on the meta device as those of the files, dequantized, by their names there"""
@@ -137,7 +135,7 @@ class ClassWeights:
             dequantize = dequantizing(self.quantization)
         used = {name: tensor for name, tensor in tensors.items() if name not in self.unused}
         with error_prefix(str(self.directory)):
-            loaded = _load(
+            loaded = load_class(
                 type(self.saved), config, used, self.dtype, quantization_config=dequantize
             )
         return loaded.model.state_dict() | packed
@@ -217,7 +215,7 @@ class ClassWeights:
             tensors = {**self.saved.state_dict(), **self.stored}
         else:
             used = {name: self.stored[name] for name in self.stored if name not in self.unused}
-            loaded = _load(type(self.saved), self.config, used, dtype, device_map="meta")
+            loaded = load_class(type(self.saved), self.config, used, dtype, device_map="meta")
             tensors = loaded.model.state_dict()
         return {name: tensor.dtype for name, tensor in tensors.items()}
 
@@ -336,7 +334,6 @@ def open_weights(directory: Path) -> ClassWeights:
     return ClassWeights(
         directory,
         config,
-        text_config,
         quantization,
         stored,
         filled.saved,
@@ -409,10 +406,10 @@ def _fill_on_meta(
     """Load `stored` and find out whether each tensor of the model is filled once."""
     dtype = _most_common_dtype(stored)
     with error_prefix(str(directory / MODEL_CONFIG)):
-        loaded = _load(saved_class, config, stored, dtype, device_map="meta")
+        loaded = load_class(saved_class, config, stored, dtype, device_map="meta")
         if not _holds(loaded.model, dtype, stored):
             dtype = torch.float32
-            loaded = _load(saved_class, config, stored, dtype, device_map="meta")
+            loaded = load_class(saved_class, config, stored, dtype, device_map="meta")
     problems = list(loaded.problems)
     state = _without_ties(loaded.model, stored)
     try:
@@ -482,8 +479,8 @@ def _find_doubled(
     """Return a problem for each parameter that tensors of `others` would fill again."""
     model_class = type(loaded.model)
     dtype = loaded.model.dtype
-    without = _load(model_class, config, {}, dtype, device_map="meta")
-    by_others = _load(model_class, config, others, dtype, device_map="meta")
+    without = load_class(model_class, config, {}, dtype, device_map="meta")
+    by_others = load_class(model_class, config, others, dtype, device_map="meta")
     doubled = sorted(set(without.missing) - set(by_others.missing))
     names = ", ".join(limit_problems(sorted(others)))
     return [f"{name}: in the files twice, also as one of {names}" for name in doubled]
@@ -502,7 +499,7 @@ class _Loaded(NamedTuple):
     problems: Sequence[str]
 
 
-def _load(
+def load_class(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     tensors: Mapping[str, Tensor],

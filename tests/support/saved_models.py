@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lm.hf.class_weights import ClassWeights, open_weights
 from lm.runtime.world import World
 from lm.training.parallelize import MeshShape
-from lm.transformers_model import build_network
+from lm.transformers_model import build_network, language_model_of
 from tests.support.allocations import measure_peak
 from tests.support.hf import LLAMA
 
@@ -117,7 +117,7 @@ def make_model(raw: Mapping[str, Any]) -> Any:
 
 def read_network(opened: ClassWeights) -> Any:
     """The network of `opened`, in which what is not read is NaN."""
-    network = build_network(opened.text_config, on_meta=False).eval()
+    network = build_network(language_model_of(opened.config), on_meta=False).eval()
     with torch.no_grad():
         for tensor in network.state_dict().values():
             tensor.fill_(torch.nan)
@@ -144,7 +144,7 @@ class ReadShards(NamedTuple):
 
 def read_on_ranks(world: World, directory: Path) -> ReadShards:
     opened = open_weights(directory)
-    sharded = build_network(opened.text_config)
+    sharded = build_network(language_model_of(opened.config))
     fully_shard(sharded, mesh=world.device_mesh(MeshShape(1, world.size)))
     sharded.to_empty(device="cpu")
     peak = measure_peak(lambda: opened.read(sharded, world))
