@@ -129,7 +129,8 @@ def write_directory(
         ConfigError: `out` exists, or transformers would not read what it writes.
         RunError: `out` cannot be written.
     """
-    n_bytes = sum(tensor.nbytes for tensor in set(state.values()))
+    in_memory = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}  # ties once
+    n_bytes = sum(in_memory.values())
     with writing(out), drafted(out, n_bytes) as draft:
         _save(model, state, draft)
         if source is not None:

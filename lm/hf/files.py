@@ -67,7 +67,7 @@ def list_weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"{index}: weight_map must contain file names in this directory")
         if SAFETENSORS_FILE not in names and single.is_file():
             problem = f"has two sets of weights, {SAFETENSORS_FILE} and those of {index.name}"
-            raise ConfigError(f"{directory}: {problem}; move one of them to another directory")
+            raise ConfigError(f"{directory}: {problem}; use a copy of it with one of them")
         return [directory / name for name in names]
     if single.is_file():
         return [single]
