@@ -459,26 +459,19 @@ class Embedding(nn.Module):
 # ---- head and loss
 
 
-LOGITS_LIMITS = {"cpu": 2**24, "cuda": 2**31 - 1}
-"""Most logits in memory at once by device type.
-
-Few enough for a CPU's cache, or for 32-bit indices on a GPU.
-"""
-
-
 def find_logits_limit(device: torch.device, memory: int | None = None) -> int:
     """Return the most logits in memory at once.
 
-    On a GPU they take, with their gradients, up to 4 bytes each, and at most a sixteenth of its
-    memory.
+    A CPU's cache holds so few. On a GPU they take, with their gradients, up to 4 bytes each, and at
+    most a sixteenth of its memory; and they have 32-bit indices.
 
     Args:
         memory: of the GPU (bytes); None = of `device`.
     """
     if device.type != "cuda":
-        return LOGITS_LIMITS["cpu"]
+        return 2**24
     total: int = memory or torch.cuda.get_device_properties(device).total_memory
-    return min(LOGITS_LIMITS["cuda"], total // (16 * 4))
+    return min(2**31 - 1, total // (16 * 4))
 
 
 ChunkCrossEntropy = Callable[

@@ -97,7 +97,7 @@ def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
     elif torch.cuda.is_available():
         host_bytes = host_memory().total
     return Ranks(
-        dtype=choose_dtype(hp.precision, torch.bfloat16),
+        dtype=choose_dtype(hp.precision.amp_dtype, torch.bfloat16),
         device_type="cuda",
         size=args.gpus,
         per_node=args.gpus // args.nodes,

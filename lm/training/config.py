@@ -67,7 +67,9 @@ class LoraConfig(Config, frozen=True):
     def lora_scale(self) -> float:
         """By which the adapters' output is multiplied."""
         assert self.lora_rank is not None
-        return self.lora_alpha / self.rank_divisor(self.lora_rank)
+        if self.use_rslora:
+            return self.lora_alpha / math.sqrt(self.lora_rank)
+        return self.lora_alpha / self.lora_rank
 
     def adapts(self, kind: str, out: int, inner: int, *, of_experts: bool = False) -> bool:
         """Return whether the linear layers of a kind and shape have adapters.
@@ -83,12 +85,6 @@ class LoraConfig(Config, frozen=True):
         if of_experts and self.lora_targets is None:
             return False
         return self.lora_rank is not None and self.lora_rank <= min(out, inner)
-
-    def rank_divisor(self, rank: int) -> float:
-        """Return what an alpha is divided by for adapters of `rank`."""
-        if self.use_rslora:
-            return math.sqrt(rank)
-        return rank
 
 
 def adaptable_layers(model: AnyModelConfig) -> list[LinearLayers]:

@@ -23,7 +23,7 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype 
         ConfigError: `device` does not support `amp_dtype` or `float8`.
     """
     native_dtype = best_dtype(device)
-    dtype = choose_dtype(config, native_dtype)
+    dtype = choose_dtype(config.amp_dtype, native_dtype)
     if device.type == "cuda" and dtype == torch.bfloat16 and native_dtype != dtype:
         gpu = torch.cuda.get_device_name(device)
         problem = f"{gpu} does not support bfloat16; use amp_dtype: float16 or auto"
@@ -33,13 +33,13 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype 
     return dtype
 
 
-def choose_dtype(config: PrecisionConfig, best_dtype: torch.dtype | None) -> torch.dtype | None:
+def choose_dtype(amp_dtype: str | None, best_dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype that `amp_dtype` names: for auto, the best one of the device."""
-    if config.amp_dtype is None:
+    if amp_dtype is None:
         return None
-    if config.amp_dtype == "auto":
+    if amp_dtype == "auto":
         return best_dtype
-    return getattr(torch, config.amp_dtype)
+    return getattr(torch, amp_dtype)
 
 
 def best_dtype(device: torch.device) -> torch.dtype | None:

@@ -41,12 +41,8 @@ def is_router(name: str) -> bool:
 
 def is_selector(name: str) -> bool:
     """Return whether a parameter selects experts or tokens, perhaps without a gradient."""
-    return is_bias_of_experts(name) or "indexer" in name.split(".") or is_router(name)
-
-
-def is_bias_of_experts(name: str) -> bool:
-    """Return whether a parameter is added to the scores of experts when they are chosen."""
-    return name.endswith(("correction_bias", "expert_bias"))
+    is_bias = name.endswith(("correction_bias", "expert_bias"))  # added to scores of experts
+    return is_bias or "indexer" in name.split(".") or is_router(name)
 
 
 # ---- linear layers

@@ -168,7 +168,9 @@ def assert_memory_is_that_of_pytorchs_tracker(
     model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     hp = Hyperparameters.from_flat({"amp_dtype": "bfloat16", "compile": False} | model | changes)
-    ranks = Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cpu", 8, 4, 80 * GIB)
+    ranks = Ranks(
+        precision.choose_dtype(hp.precision.amp_dtype, torch.bfloat16), "cpu", 8, 4, 80 * GIB
+    )
     peaks = dict(step.take_step(hp, ranks))
     del peaks[step.OPTIMIZER]
     memory = peaks[step.find_peak(peaks)]
@@ -203,7 +205,9 @@ def test_a_few_blocks_tell_the_memory_of_all(
     hp = Hyperparameters.from_flat(
         {"amp_dtype": "bfloat16", "compile": False} | model | changes | {"n_layers": 8}
     )
-    ranks = Ranks(precision.choose_dtype(hp.precision, torch.bfloat16), "cuda", 8, 4, 80 * GIB)
+    ranks = Ranks(
+        precision.choose_dtype(hp.precision.amp_dtype, torch.bfloat16), "cuda", 8, 4, 80 * GIB
+    )
     measured = step.measure_step(hp, ranks)
     taken = step.take_step(hp, ranks)
     for phase, memory in taken.items():
