@@ -73,50 +73,33 @@ def orthogonalization_flops(shape: Sequence[int]) -> int:
     return NEWTON_SCHULZ_STEPS * (gram + polynomial + product)
 
 
-def assign_owners(shapes: Sequence[Sequence[int]], n_ranks: int) -> list[list[int | None]]:
-    """Return the rounds: of each, which matrix every rank owns, as an index into `shapes`.
+def plan_exchanges(
+    shapes: Sequence[Sequence[int]], n_ranks: int, most_values: int
+) -> list[list[list[int]]]:
+    """Return the exchanges: of each, the matrices that every rank owns, as indices into `shapes`.
 
-    The matrices of a round need nearly equal time, so that no rank waits long for another. The
-    heaviest goes to the rank that has had the least to do.
+    In a round, each rank gets one matrix of nearly equal time, so that no rank waits long for
+    another. The heaviest goes to the rank that has had the least to do.
+
+    Args:
+        most_values: in an exchange of several rounds.
     """
     flops = [orthogonalization_flops(shape) for shape in shapes]
     by_flops = sorted(range(len(shapes)), key=lambda matrix: -flops[matrix])
     flops_of_rank = [0] * n_ranks
-    rounds = []
-    for start in range(0, len(shapes), n_ranks):
-        owners = sorted(range(n_ranks), key=lambda rank: flops_of_rank[rank])
-        owned: list[int | None] = [None] * n_ranks
-        matrices = by_flops[start : start + n_ranks]
-        for owner, matrix in zip(owners, matrices, strict=False):  # the last round has fewer
-            owned[owner] = matrix
-            flops_of_rank[owner] += flops[matrix]
-        rounds.append(owned)
-    return rounds
-
-
-def merge_rounds(
-    rounds: Sequence[Sequence[int | None]], shapes: Sequence[Sequence[int]], most_values: int
-) -> list[list[list[int]]]:
-    """Return the exchanges: of each, the matrices that every rank owns, in the order of the rounds.
-
-    Args:
-        rounds: see `assign_owners`.
-        most_values: in an exchange of several rounds.
-    """
     exchanges: list[list[list[int]]] = []
     n_values = 0  # of the last exchange
-    for owned in rounds:
-        n_own_values = 0
-        for matrix in owned:
-            if matrix is not None:
-                n_own_values += math.prod(shapes[matrix])
+    for start in range(0, len(shapes), n_ranks):
+        matrices = by_flops[start : start + n_ranks]
+        n_own_values = sum(math.prod(shapes[matrix]) for matrix in matrices)
         n_values += n_own_values
         if not exchanges or n_values > most_values:
-            exchanges.append([[] for _ in owned])
+            exchanges.append([[] for _ in range(n_ranks)])
             n_values = n_own_values
-        for rank, matrix in enumerate(owned):
-            if matrix is not None:
-                exchanges[-1][rank].append(matrix)
+        owners = sorted(range(n_ranks), key=lambda rank: flops_of_rank[rank])
+        for owner, matrix in zip(owners, matrices, strict=False):  # the last round has fewer
+            exchanges[-1][owner].append(matrix)
+            flops_of_rank[owner] += flops[matrix]
     return exchanges
 
 
@@ -189,8 +172,7 @@ class Muon:
         self._exchanges: list[list[list[nn.Parameter]]] = []
         """the parameters that each rank owns in an exchange, by rank"""
         shapes = [matrix.shape for matrix in matrices]
-        rounds = assign_owners(shapes, self._shards.n_ranks)
-        for owned in merge_rounds(rounds, shapes, EXCHANGED_VALUES):
+        for owned in plan_exchanges(shapes, self._shards.n_ranks, EXCHANGED_VALUES):
             self._exchanges.append([[matrices[i] for i in indices] for indices in owned])
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         for parameter in parameters:

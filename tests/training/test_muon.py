@@ -252,27 +252,26 @@ def test_muon_gives_equal_weights_on_any_ranks() -> None:
 @pytest.mark.parametrize("n_ranks", [1, 3, 4, 100])
 def test_muon_owners_share_the_work(n_ranks: int) -> None:
     shapes = 12 * [(64, 64), (64, 64), (16, 64), (16, 64), (256, 64), (64, 256)]
-    rounds = muon.assign_owners(shapes, n_ranks)
+    rounds = muon.plan_exchanges(shapes, n_ranks, 0)
     assert len(rounds) == math.ceil(len(shapes) / n_ranks)
-    matrices = [matrix for owned in rounds for matrix in owned if matrix is not None]
-    assert sorted(matrices) == list(range(len(shapes)))
+    assert max(len(matrices) for owned in rounds for matrices in owned) == 1
+    found: list[int] = []
     flops = [0] * n_ranks
     for owned in rounds:
-        for rank, matrix in enumerate(owned):
-            if matrix is not None:
-                flops[rank] += muon.orthogonalization_flops(shapes[matrix])
+        for rank, matrices in enumerate(owned):
+            found += matrices
+            flops[rank] += sum(muon.orthogonalization_flops(shapes[matrix]) for matrix in matrices)
+    assert sorted(found) == list(range(len(shapes)))
     largest = max(muon.orthogonalization_flops(shape) for shape in shapes)
     assert max(flops) <= sum(flops) / n_ranks + largest
 
 
 def test_muon_exchanges_rounds_of_small_matrices_together() -> None:
-    shapes = [(8, 8), (8, 8), (4, 4), (4, 4), (2, 2)]
-    rounds = [[1, 0], [2, 3], [None, 4]]
-    each = [[[1], [0]], [[2], [3]], [[], [4]]]
-    assert muon.merge_rounds(rounds, shapes, 0) == each
-    assert muon.merge_rounds(rounds, shapes, 36) == [[[1], [0]], [[2], [3, 4]]]
-    assert muon.merge_rounds(rounds, shapes, 160) == [[[1, 2], [0, 3]], [[], [4]]]
-    assert muon.merge_rounds(rounds, shapes, 164) == [[[1, 2], [0, 3, 4]]]
+    shapes = [(4, 4), (8, 8), (8, 8), (4, 4), (2, 2)]
+    assert muon.plan_exchanges(shapes, 2, 0) == [[[1], [2]], [[0], [3]], [[4], []]]
+    assert muon.plan_exchanges(shapes, 2, 36) == [[[1], [2]], [[0, 4], [3]]]
+    assert muon.plan_exchanges(shapes, 2, 160) == [[[1, 0], [2, 3]], [[4], []]]
+    assert muon.plan_exchanges(shapes, 2, 164) == [[[1, 0, 4], [2, 3]]]
 
 
 @pytest.mark.parametrize(
