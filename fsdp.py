@@ -6,7 +6,7 @@ The same file runs alone, under any launcher, and as a Determined trial. Read it
 
 main            read the configuration, join the other ranks
 train_together  open the Core API context; print an error once
-execute         the order of a run: preflight, build, load, train, finish
+execute         the order of a run: preflight, build, load, prepare, train, finish
 build_model     the model, wrapped with `fully_shard`
 Trainer         the parts of a run, and what is done with them; `train_steps` is the training loop
 
@@ -126,13 +126,16 @@ def read_job(args: Namespace, launch: Launch) -> Job:
 def train_together(job: Job, world: World) -> int:
     """Open the Core API context and the run's checkpoints, and run. Return the exit code.
 
-    A ConfigError, which the user mends, has exit code 2, any other RunError 1. Errors of PyTorch,
-    e.g. out of memory or a lost rank, arrive here as RunErrors that say what to do: `world` and
-    `watchdog` replace them. Any other exception is a bug, and ends the process with a traceback. A
-    rank that waits in a collective for longer than `collective_timeout` names the rank that hangs,
-    and ends; the rank that hangs prints its stacks. If a rank has failed, the others end with its
-    error. None of these saves: a restart resumes from the newest complete checkpoint, which can be
-    the pending one. Before the end of `load_state`, files of an earlier run are where they were.
+    ConfigError     exit code 2: the user mends it
+    other RunError  exit code 1; also of errors of PyTorch, e.g. out of memory or a lost rank, which
+                    `world` and `watchdog` replace by one that says what to do
+    anything else   a bug: ends the process with a traceback
+
+    If a rank fails, the others end with its error. A rank that waits in a collective for longer
+    than `collective_timeout` names the rank that hangs, and ends; that one prints its stacks.
+
+    None of these saves: a restart resumes from the newest complete checkpoint, which can be the
+    pending one. Before the end of `load_state`, files of an earlier run are where they were.
     """
     watchdog = Watchdog(
         world.rendezvous_store, world.rank, world.size, job.hp.run.collective_timeout
@@ -491,7 +494,8 @@ class Trainer:
         """Accumulate the gradients of all micro-batches. Return the sums of this rank's terms."""
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
         # FSDP averages the gradients of the ranks' sums. Times this, they are those of the mean
-        # over the terms of all ranks and micro-batches: targets, or pairs of replies.
+        # over the terms of all ranks and micro-batches: targets that are not ignored, or pairs of
+        # replies.
         sums_to_mean = self.world.size / batch.n_global_terms
         loss_sum = torch.zeros((), device=self.world.device)
         n_statistics = len(self.objective.statistics)
@@ -512,9 +516,10 @@ class Trainer:
     def update_weights(self, batch: Batch, losses: Losses) -> None:
         """Clip the gradients, take the optimizer step, and count it, all on the device.
 
-        The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
+        If a gradient is inf or NaN, or the loss or the norm a spike (`skip_spikes`), weights and
+        moments stay. The step still counts; `log_training` refuses too many consecutive ones.
         """
-        self.objective.before_update(
+        self.objective.check_before_update(
             losses, batch.n_global_terms, self.world, self.run.amp_dtype, self.logger.info
         )
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
@@ -721,21 +726,21 @@ class Trainer:
         """Acknowledge a preemption, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
-            reason = self.search_stop.reason
             if self.at_stop_step:
                 stop = self.hp.run.stop_at_step
                 reason = f"as stop_at_step is {stop}; rerun without it to resume"
-            elif reason is None:  # a signal or Determined has asked for it
+            elif self.search_stop.reason is not None:
+                reason = self.search_stop.reason
+            else:  # a signal or Determined has asked for it
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:
                     code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
                 # To Determined, exit code 0 after this means that the trial resumes later; without
-                # it (the search or `stop_at_step` has stopped it), that the trial is complete. Off
-                # the cluster, it does nothing.
+                # it (in the cases above), that the trial is complete. Off the cluster, it does
+                # nothing.
                 if self.world.rank == 0:
                     self.core_context.preempt.acknowledge_preemption_signal()
-            step = f"step {self.step}/{self.run.max_steps}"
-            self.logger.info(f"stopped after {step} {reason}")
+            self.logger.info(f"stopped after step {self.step}/{self.run.max_steps} {reason}")
         if self.run.run_dir is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
             report = self.world.on_rank0(write_report, self.run.run_dir.path)

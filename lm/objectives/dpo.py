@@ -121,7 +121,7 @@ class DPO(Objective):
     def exchange(self, world: World) -> None:
         self.reference.copy_(world.minimum(self.reference))
 
-    def before_update(
+    def check_before_update(
         self,
         losses: Losses,
         n_terms: int,

@@ -68,7 +68,7 @@ class Objective:
         """Let all ranks know what each has computed in `prepare` so far."""
         raise NotImplementedError
 
-    def before_update(
+    def check_before_update(
         self,
         losses: Losses,
         n_terms: int,
