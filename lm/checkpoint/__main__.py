@@ -112,8 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m lm.checkpoint", description="List and verify checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, purpose in (("list", "compare sizes of files"), ("verify", "read all of them")):
-        subparser = commands.add_parser(name, help=purpose)
+    purposes = {"list": "compare the sizes of their files", "verify": "read their files"}
+    for name, purpose in purposes.items():
+        subparser = commands.add_parser(name, help=f"list checkpoints, and {purpose}")
         subparser.add_argument("path", type=expand_home, metavar="CHECKPOINT|RUN")
     args = parser.parse_args(arguments)
     check = check_listed if args.command == "list" else verify_at
