@@ -9,7 +9,6 @@ differ, in the directory that holds them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from lm.command_line import Parser
 from lm.errors import (
     ConfigError,
     command,
@@ -422,7 +422,7 @@ def make_report(paths: Sequence[Path]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.report", description="Report on runs.")
+    parser = Parser(prog="python -m lm.report", description="Report on runs.")
     parser.add_argument("runs", nargs="+", type=home_path, metavar="RUN", help="run directory")
     print(make_report(parser.parse_args(arguments).runs))
     return 0

@@ -7,12 +7,12 @@ Describes each KEY, without any all hyperparameters, or lists the presets.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
 
+from lm.command_line import Parser
 from lm.config.hyperparameters import FIELDS, PARTS
 from lm.config.table import key_rows, preset_rows, summary
 from lm.config.wording import nearest_key
@@ -21,10 +21,8 @@ from lm.errors import ConfigError, command
 
 def _in_columns(first: str, second: str, rest: str) -> str:
     """Return a line with three columns, the last of which is wrapped."""
-    indent = 46
-    width = max(indent + 30, shutil.get_terminal_size().columns)
     line = f"{first:<28}  {second:<14}  {rest}"
-    return textwrap.fill(line, width, subsequent_indent=" " * indent)
+    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 8)
 
 
 def describe_keys(keys: Collection[str]) -> str:
@@ -46,9 +44,7 @@ def describe_keys(keys: Collection[str]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lm.config", description="List and describe hyperparameters."
-    )
+    parser = Parser(prog="python -m lm.config", description="List and describe hyperparameters.")
     parser.add_argument(
         "keys", nargs="*", metavar="KEY", help="hyperparameters to describe (default: all)"
     )

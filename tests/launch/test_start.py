@@ -77,6 +77,8 @@ def test_list_of_commands_has_each(capsys: pytest.CaptureFixture[str]) -> None:
         ("lm.generate run --prompt a --top-k 0", "--top-k: 0 must be 1 or more"),
         ("lm.evaluate run --tasks a --limit 0", "--limit: 0 must be 1 or more"),
         ("lm.hf export run out --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("lm.config --keys", "unrecognized arguments: --keys"),
+        ("lm.report", "the following arguments are required: RUN"),
         ("lm.plan --gpu h1000", "--gpu: invalid choice: 'h1000'"),
         (f"lm.plan --config {QUICKSTART} lrr=1", "argument lrr: no such hyperparameter"),
         ("lm.plan --config quick.yaml", "quick.yaml: No such file or directory"),
