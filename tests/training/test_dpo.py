@@ -199,7 +199,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sigmoid",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "sigmoid"),
+    ],
+)
 def test_dpo_is_its_definition(name: str, sources: Sources, tmp_path: Path) -> None:
     settings = sources.settings(**VARIANTS[name])
     hp = read_hyperparameters({"hyperparameters": settings}, [], "test")
@@ -485,6 +491,7 @@ def test_the_reference_is_resumed_inside(sources: Sources, tmp_path: Path) -> No
         assert exact(folder) == exact(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_other_validation_data_are_another_run(sources: Sources, tmp_path: Path) -> None:
     settings = sources.settings()
     run_fsdp(tmp_path, "stop_at_step=2", config=settings, code=0)
@@ -558,6 +565,7 @@ def test_a_random_model_has_no_reference(sources: Sources) -> None:
         check_repeatable(random_model, pairs)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_lost_is_not_computed_again(sources: Sources, tmp_path: Path) -> None:
     """It would be that of trained weights."""
     settings = sources.settings()
@@ -576,6 +584,7 @@ def test_a_reference_that_is_lost_is_not_computed_again(sources: Sources, tmp_pa
 # ---- adapters
 
 
+@pytest.mark.slow
 def test_adapters_start_at_their_base(sources: Sources, tmp_path: Path) -> None:
     settings = sources.settings(lora_rank=4, validation_rate=1)
     run_fsdp(tmp_path, "stop_at_step=1", config=settings, code=0)
@@ -605,6 +614,7 @@ def write_preferences(path: Path, seed: int, n_pairs: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
+@pytest.mark.slow
 def test_a_random_model_learns_which_reply_is_preferred(tmp_path: Path) -> None:
     shape = TINY | LLAMA_STYLE | {"vocab_size": 264, "max_seq_len": 32, "amp_dtype": None}
     base = shape | {"dataset": "text", "max_steps": 1, "lr": 1e-9, "num_tokens": 0}

@@ -213,6 +213,7 @@ def test_generation_equals_transformers(pair: Pair) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_generation_ends_where_that_of_transformers_does(pair: Pair) -> None:
     stop_ids = set(pair.generate_theirs(PROMPTS[0])[10:12])
     for prompt in PROMPTS:
@@ -369,7 +370,10 @@ def test_init_from_can_be_in_the_home(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load_tokenizer("~/in").identity == load_tokenizer(str(source)).identity
 
 
-@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf", "tokens"])
+@pytest.mark.parametrize(
+    "dataset",
+    ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "hf", "tokens"))],
+)
 def test_tokenizer_may_have_a_token_that_the_model_does_not(dataset: str, tmp_path: Path) -> None:
     source = tmp_path / "in"
     reference = make_reference(LLAMA_CLASS | {"vocab_size": 280})
