@@ -9,10 +9,9 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from lm.tasks.task import Choice, Message, Question, Task
 from lm.transformers_model import AnyModel
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
+from tests.support.forked import start_python
 from tests.support.hf import GPT2, LLAMA, MISTRAL, add_tokenizer, make_reference
 from tests.support.hyperparameters import TINY
 from tests.support.ranks import in_world
@@ -549,19 +549,24 @@ def test_command_prints_the_same_under_a_launcher(tmp_path: Path) -> None:
     make_reference(GPT2 | {"vocab_size": 290}).save_pretrained(tmp_path)
     path = write_questions(tmp_path / "own.jsonl", QUESTIONS * 9)
     arguments = ["-m", "lm.evaluate", str(tmp_path), "--tasks", str(path), "--json"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    outputs: list[bytes] = []
-    errors: list[bytes] = []
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+    def run(*command: str) -> tuple[str, str, int]:
+        process = start_python(command, env, cwd=tmp_path, stdout=PIPE, stderr=PIPE)
+        return *process.communicate(), process.returncode
+
+    outputs: list[str] = []
+    errors: list[str] = []
     for launcher in ([], ["-m", "lm.launch", "--nproc", "2"]):
-        program = [sys.executable, *launcher, *arguments]
-        outputs.append(subprocess.check_output(program, cwd=REPOSITORY, env=env))
-        program[program.index(str(path))] = "no task"
-        done = subprocess.run(program, cwd=REPOSITORY, env=env, capture_output=True, check=False)
-        assert done.returncode == 2
-        errors.append(done.stderr)
+        output, _, code = run(*launcher, *arguments)
+        assert code == 0
+        outputs.append(output)
+        _, error, code = run(*launcher, *arguments[:-2], "no task")
+        assert code == 2
+        errors.append(error)
     assert outputs[0] == outputs[1]
     assert json.loads(outputs[0])[str(tmp_path)]["own"]["questions"] == 36
-    assert errors[0] == errors[1] != b""
+    assert errors[0] == errors[1] != ""
 
 
 SCORED: dict[str, Any] = {

@@ -54,13 +54,14 @@ MODULES = {
     "determined.exec.prep_container",
     "determined.launch.torch_distributed",
     "determined.launch.wrap_rank",
+    "lm.evaluate",
     "lm.launch",
     "lm.launch.torchrun",
     "lm.search",
     "tests.support.cluster.container",
     "torch.distributed.run",
 }
-"""Modules that can be programs of forked processes: those that start others."""
+"""Modules that can be programs of forked processes."""
 
 PRELOADED = [
     "determined.exec.prep_container",
