@@ -554,10 +554,8 @@ class OfPeft(NamedTuple):
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 OF_PEFT = [
     OfPeft("mistral3", "ministral3"),
-    OfPeft("gemma3", "gemma3_text"),
     OfPeft("gemma4", "gemma4_text"),
     OfPeft("idefics3", "llama"),
-    OfPeft("internvl", "qwen2"),
     OfPeft("lfm2_vl", "lfm2"),
     OfPeft("llava", "llama"),
     OfPeft("qwen3_5", "qwen3_5_text"),
