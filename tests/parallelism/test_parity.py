@@ -99,6 +99,7 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA_STYLE,
     "tied": {"tie_embeddings": True, "ffn": "gelu", "bias": "all"},
+    "decaying": {"lr_schedule": "linear", "warmup_steps": 2},
     "odd": {
         "d_model": 36,
         "vocab_size": 61,
