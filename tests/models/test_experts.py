@@ -23,7 +23,9 @@ from lm.hf.config_json import describe_no_family, find_family
 from lm.hf.export import export_model
 from lm.hf.files import read_object
 from lm.hf.weights import examined_config
+from lm.runtime.world import World
 from lm.training import parallelize
+from lm.training.balance import ExpertBalance
 from lm.training.muon import orthogonalize
 from lm.training.optim import Optimizer
 from model import (
@@ -31,13 +33,14 @@ from model import (
     ExpertLinear,
     Experts,
     ModelConfig,
+    Routed,
     RoutedLoss,
     RouterInputs,
     Transformer,
 )
 from tests.support.hyperparameters import LLAMA_STYLE, TINY
 from tests.support.parallelism import EQUIVALENT_OPTIONS, PARITY_RUN, sharding_of, train_each
-from tests.support.ranks import run_ranks
+from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import (
     checkpoints_by_step,
     read_exact_metrics,
@@ -488,6 +491,23 @@ def test_balance_is_equal_on_any_ranks_and_micro_batches(optimizer: str, tmp_pat
                     assert report[key] == pytest.approx(expected[step][key], rel=rel), name
                 for key in ("busiest_expert_percent", "idle_experts"):
                     assert report[key] == expected[step][key], name
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_bias_moves_up_for_experts_with_fewer_tokens_than_the_mean(skipped: float) -> None:
+    model = new_mixture(n_layers=1, router_balance="bias", router_balance_rate=0.01)
+    counts = torch.tensor([[2, 4, 6, 4, 4]])
+
+    def move(world: World) -> None:
+        balance = ExpertBalance(model, world)
+        balance.start_step()
+        balance.add(Routed(torch.zeros(()), counts))
+        balance.end_step(torch.tensor(skipped))
+
+    in_world(move)
+    moved = torch.tensor([[0.01, 0.0, -0.01, 0.0, 0.0]])
+    assert model.router_bias is not None
+    assert torch.equal(model.router_bias, moved * (1 - skipped))
 
 
 def read_bias(folder: Path, step: int) -> Tensor:
