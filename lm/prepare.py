@@ -77,7 +77,7 @@ def read_records_of_run(args: argparse.Namespace) -> _Input:
     from lm.config.reading import load_hyperparameters  # imports PyTorch
     from lm.hf.weights import model_defaults
 
-    def defaults(source: str, _kernels: Kernels) -> Mapping[str, Any]:
+    def defaults(source: str, _kernels: Kernels | None) -> Mapping[str, Any]:
         return model_defaults(source, needs_weights=False)  # of kernels that may not be here
 
     hp = load_hyperparameters(args.config, args.input, defaults)

@@ -22,9 +22,6 @@ class Kernels:
     amp_dtype: str | None = "auto"
 
 
-OWN_KERNELS = Kernels()
-
-
 class ExpertMatrices(LinearLayers, frozen=True):
     """Tensors of the blocks with a matrix of each expert, which have one name and one shape."""
 

@@ -14,7 +14,6 @@ from lm.errors import ConfigError, error_prefix, without_prefix
 from lm.launch.console import warn
 from lm.model_config import ModelConfig
 from lm.transformers_config import (
-    OWN_KERNELS,
     AnyModelConfig,
     Kernels,
     TransformersConfig,
@@ -23,7 +22,7 @@ from lm.transformers_config import (
     reason_against_bfloat16,
 )
 
-ModelDefaults = Callable[[str, Kernels], Mapping[str, Any]]
+ModelDefaults = Callable[[str, Kernels | None], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
 
 A plan, which needs no tokenizer, leaves it out. Empty if the model is not on this disk.
@@ -41,7 +40,7 @@ def read_model_defaults(draft: Draft, defaults: ModelDefaults) -> Mapping[str, A
         return {}
     attention = draft.values.get("attn_implementation")
     amp_dtype = draft.values.get("amp_dtype", "auto")
-    kernels = OWN_KERNELS
+    kernels: Kernels | None = None
     if amp_dtype in (None, "auto", "bfloat16", "float16"):
         kernels = Kernels(attention if isinstance(attention, str) else None, amp_dtype)
     with error_prefix(draft.label("init_from")), without_prefix("init_from"):

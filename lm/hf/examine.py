@@ -27,10 +27,10 @@ than a second, each question by the class's own forward and as a run would:
 Without determinism, causality, padding, or gradients a model is refused. What else does not hold is
 turned off.
 
-What depends on kernels is asked again where a run names those of others (`attn_implementation`), or
-would call flash-linear-attention on a GPU: on its device, in its dtype, and of two rows. In 16 bits
-no answer is exact: what is computed may be a few times as far from float32 as what the class itself
-computes.
+What depends on kernels is asked again, of two rows, where a run computes with others than these: on
+a GPU, or with those that `attn_implementation` names, in its dtype. In 16 bits no answer is exact:
+what is computed may be a few times as far from float32 as what the class itself computes, for one
+of two sets of tokens.
 
 What a class does otherwise for longer sequences is asked, too: every integer of a config that acts
 on positions, such as the length beyond which rotary frequencies change, is less than the longest
@@ -43,11 +43,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -63,8 +62,9 @@ from torch import Tensor, nn
 from lm import transformers_attention
 from lm.attention import SequencePart
 from lm.context import ContextGroup, exchange_rows, gather_rows
-from lm.errors import ConfigError, error_prefix
+from lm.errors import ConfigError, RunError, error_prefix
 from lm.examined import Attention, Examined, LongestRow, PackedBy
+from lm.hf.class_weights import load_class
 from lm.hf.saved_model import build_saved_model, find_names
 from lm.hf.small_config import (
     POSITIONS_OF,
@@ -84,9 +84,9 @@ from lm.storage.cache import cached, remembered
 from lm.training import four_bits, lora, parallelize
 from lm.training.float8 import convert_to_float8, find_layers
 from lm.training.lora import LoraConfig
-from lm.training.precision import best_dtype
-from lm.training.roles import is_selector, measure_sizes
-from lm.transformers_config import OWN_KERNELS, Kernels, TransformersConfig
+from lm.training.precision import best_dtype, choose_dtype
+from lm.training.roles import Sizes, is_selector, measure_sizes
+from lm.transformers_config import Kernels, TransformersConfig
 from lm.transformers_model import (
     HAS_FLA,
     TransformersModel,
@@ -119,6 +119,8 @@ _DOCUMENTS = (20, 9, 13)
 _LONG = 16
 """tokens, less than the longest document and more than the others: what lengths are cut to"""
 _SEED = 7
+_OTHER_TOKENS = 10
+"""added to the seed of tokens, of which rounding may have given one another expert"""
 _MASKS: Mapping[str, str] = {"documents": "", "class": ", with masks of all pairs"}
 _NO_ADAPTERS = LoraConfig.model_validate({})
 
@@ -206,6 +208,8 @@ class Examination(BaseModel, frozen=True):
     """how documents are told apart, if packing holds"""
     attention: str
     """see `Examined`"""
+    device: str = "cpu"
+    """on which what depends on kernels was asked, too"""
     untrained: list[str]
     """parameters that get no gradient, as `without_numbers` names them"""
     limits: list[Limit] = []
@@ -244,8 +248,10 @@ class Examination(BaseModel, frozen=True):
     def refusals(self) -> list[str]:
         """Return why the class cannot be trained exactly; [] if it can."""
         computed = self.class_name
+        if self.device != "cpu":
+            computed += f" on {self.device}"
         if self.attention not in get_args(Attention):
-            computed = f"attn_implementation: {self.attention}: {self.class_name}"
+            computed = f"attn_implementation: {self.attention}: {computed}"
         reasons: list[str] = []
         for question, problem in _NEEDED.items():
             finding = self.findings.get(question)
@@ -271,27 +277,32 @@ class Examination(BaseModel, frozen=True):
 _CPU = torch.device("cpu")
 
 
+class _Way(NamedTuple):
+    """How a class is called; see `Examined`."""
+
+    attention: str
+    packed_by: PackedBy
+
+
 @dataclass(frozen=True)
-class _Computation:
+class Computation:
     """How the models that are asked compute."""
 
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
     attention: str | None = None
-    """its `attn_implementation`; None = each way of `Attention` is tried"""
-    arguments: tuple[PackedBy, ...] = get_args(PackedBy)[:-1]
-    """that are tried; the last one is for kernels of others"""
+    """its `attn_implementation`; None = that of this project"""
 
     @classmethod
-    def of_run(cls, kernels: Kernels) -> _Computation | None:
-        """Return what a run computes with `kernels`; None = nothing that exact answers leave open.
+    def of_run(cls, kernels: Kernels | None) -> Computation | None:
+        """Return how a run computes with `kernels`; None = no run, or as for exact answers.
 
         Raises:
             ConfigError: they are code of the Hub, or not those of others.
         """
-        name = kernels.attention
-        if name is None and not HAS_FLA:
+        if kernels is None or (kernels.attention is None and not torch.cuda.is_available()):
             return None
+        name = kernels.attention
         if name is not None and "/" in name:
             problem = f"attn_implementation: {name}: code of the Hub is never run"
             raise ConfigError(f"{problem}; use kernels of an installed package, or null")
@@ -299,19 +310,22 @@ class _Computation:
             problem = f"attn_implementation: {name}: transformers has no kernels of this name"
             raise ConfigError(f"{problem}; use null for attention of this project")
         device = choose_device(Launch.from_env(os.environ))
-        arguments: tuple[PackedBy, ...] = get_args(PackedBy)
-        if name is None:
-            if device.type != "cuda":
-                return None
-            arguments = arguments[-1:]
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dtype = None
-        if kernels.amp_dtype == "auto":
-            dtype = best_dtype(device)
-        elif kernels.amp_dtype is not None:
-            dtype = getattr(torch, kernels.amp_dtype)
-        return cls(device, dtype or torch.float32, name, arguments)
+        dtype = choose_dtype(kernels.amp_dtype, best_dtype(device))
+        return cls(device, dtype or torch.float32, name)
+
+    def ways(self, exact: _Way) -> list[_Way]:
+        """Return how a class may be called, in the order in which it is tried.
+
+        Args:
+            exact: how it is called for exact answers.
+        """
+        if self.attention is not None:
+            return [_Way(self.attention, packed_by) for packed_by in get_args(PackedBy)]
+        if exact.packed_by == "seq_idx" and HAS_FLA and self.device.type == "cuda":
+            return [exact._replace(packed_by="cu_seq_lens"), exact]
+        return [exact]
 
     def facts(self) -> Mapping[str, str | None]:
         """Return what answers depend on."""
@@ -321,14 +335,23 @@ class _Computation:
         return {"device": device, "dtype": str(self.dtype), "attention": self.attention}
 
 
-_EXACT = _Computation()
-_IN_BFLOAT16 = _Computation(dtype=torch.bfloat16)
+_EXACT = Computation()
+_IN_BFLOAT16 = Computation(dtype=torch.bfloat16)
+_WAYS: Sequence[_Way] = [
+    _Way(attention, packed_by)
+    for attention in get_args(Attention)
+    for packed_by in get_args(PackedBy)[:-1]  # the last one is for kernels of others
+]
+"""that are tried for exact answers"""
 
 
-def examine(values: Mapping[str, Any], kernels: Kernels = OWN_KERNELS) -> Examination:
+def examine(values: Mapping[str, Any], of_run: Computation | None = None) -> Examination:
     """Return the answers for the class of the complete config `values`, from the cache if possible.
 
     Models of a class that differ in sizes have the same small one, and so the same answers.
+
+    Args:
+        of_run: what is asked, too; None = exact answers suffice.
 
     Raises:
         ConfigError: no small model of it can be built, or it fails; or transformers has no such
@@ -336,10 +359,9 @@ def examine(values: Mapping[str, Any], kernels: Kernels = OWN_KERNELS) -> Examin
     """
     model_type = values.get("model_type")
     program = describe_program(__name__, [*_PACKAGES, *_OTHER_PACKAGES])
-    of_run = _Computation.of_run(kernels)
-    if kernels.attention is not None:
-        with error_prefix(f"attn_implementation: {kernels.attention}"):
-            build_network(read_config(values), attention=kernels.attention)
+    if of_run is not None and of_run.attention is not None:
+        with error_prefix(f"attn_implementation: {of_run.attention}"):
+            build_network(read_config(values), attention=of_run.attention)
     problems: list[str] = []
     for config in small_configs(values, _derived_sizes(values)):
         facts: dict[str, Any] = {"program": program, "examination": config}
@@ -416,13 +438,13 @@ _ANSWERS = TypeAdapter[Examination | str](Examination | str)
 """What `examination.json` has: a string says why a small model does not compute."""
 
 
-def _write_answers(config: dict[str, Any], of_run: _Computation | None, directory: Path) -> None:
+def _write_answers(config: dict[str, Any], of_run: Computation | None, directory: Path) -> None:
     warn(f"examining {config.get('model_type')}: what can be trained exactly with this class")
     (directory / _RESULT).write_bytes(_ANSWERS.dump_json(_examine(config, of_run), indent=1))
 
 
 @torch.enable_grad()  # whoever asks first
-def _examine(config: dict[str, Any], of_run: _Computation | None) -> Examination | str:
+def _examine(config: dict[str, Any], of_run: Computation | None) -> Examination | str:
     """Return the answers for the small model of `config`, or why it does not compute."""
     started = time.process_time()
     threads = torch.get_num_threads()
@@ -442,7 +464,7 @@ def _examine(config: dict[str, Any], of_run: _Computation | None) -> Examination
                 asked = within
                 answers = _ask(asked)
         if of_run is not None and answers.holding() >= _NEEDED.keys():
-            answers = _ask_kernels(asked, answers, of_run)
+            answers = _ask_as_in_run(asked, answers, of_run)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
@@ -451,18 +473,28 @@ def _examine(config: dict[str, Any], of_run: _Computation | None) -> Examination
         findings=answers.findings,
         packed_by=answers.way.packed_by,
         attention=answers.way.attention,
+        device="cpu" if of_run is None else of_run.device.type,
         untrained=answers.untrained,
         limits=limits + crossed.tables,
         seconds=round(time.process_time() - started, 2),
     )
 
 
-class _Small(NamedTuple):
+@dataclass(frozen=True)
+class _Small:
     """A small random model of a class."""
 
     config: dict[str, Any]
     network: PreTrainedModel
     """as transformers builds it"""
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return measure_sizes(self.network)
+
+    @cached_property
+    def hidden_states(self) -> Finding:
+        return _attempt(partial(_ask_hidden_states, self.network))
 
 
 def _build_small(config: dict[str, Any]) -> _Small | str:
@@ -601,23 +633,6 @@ def _compare(found: Tensor, expected: Tensor, what: str, least_scale: float = 1e
     return Finding(holds=False, detail=f"{what} differ by {difference:.2g} of up to {scale:.2g}")
 
 
-def _in_16_bits(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a network as `from_pretrained` leaves it in `dtype`."""
-    from transformers.utils import logging
-
-    hook = logging.set_tqdm_hook(lambda _, args, options: logging.EmptyTqdm(*args, **options))
-    try:
-        with quiet():
-            return type(network).from_pretrained(
-                None,
-                config=copy.deepcopy(network.config),
-                state_dict=network.state_dict(),
-                dtype=dtype,
-            )
-    finally:
-        logging.set_tqdm_hook(hook)
-
-
 Gradients = Mapping[str, Tensor]
 
 
@@ -663,15 +678,10 @@ def _attempt(question: Callable[[], Finding]) -> Finding:
     """Return the answer to a question; an exception is one, too."""
     try:
         return question()
+    except torch.OutOfMemoryError as error:  # which would be kept as an answer
+        raise RunError(f"no memory on the GPU to examine a class: {one_line(error)}") from None
     except Exception as error:
         return Finding(holds=False, detail=one_line(error), is_computed=False)
-
-
-class _Way(NamedTuple):
-    """How a class is called; see `Examined`."""
-
-    attention: str
-    packed_by: PackedBy
 
 
 class _Answers(NamedTuple):
@@ -690,35 +700,65 @@ class _Answers(NamedTuple):
         }
 
 
-def _ask_kernels(small: _Small, answers: _Answers, of_run: _Computation) -> _Answers:
+def _ask_as_in_run(small: _Small, exact: _Answers, of_run: Computation) -> _Answers:
     """Return the answers, of which those that depend on kernels are of what a run computes.
 
-    Kernels that no key names are taken for linear attention alone, and only where rows are packed.
+    Kernels that a key names have to do all that is asked. Of ours, what does not hold exactly is
+    not asked, and where an exception is the answer, the exact one counts: a run in which it is
+    raised, too, ends in step 1, and one of other sizes than the small model may do without.
     """
-    is_named = of_run.attention is not None
-    if not is_named and answers.way.packed_by != "seq_idx":
-        return answers
-    of_kernels = _ask(small, _OF_KERNELS, of_run)
-    packing = of_kernels.findings.get("packing")
-    if not is_named and (packing is None or not packing.holds):
-        return answers
-    return _Answers(answers.findings | of_kernels.findings, of_kernels.way, answers.untrained)
+    questions = _OF_KERNELS
+    known: dict[Question, Finding] = {}
+    if of_run.attention is None:
+        known = {name: finding for name, finding in exact.findings.items() if finding.holds}
+        questions = _OF_KERNELS & known.keys()
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its rounding hides nothing
+        answers = _ask(small, questions, of_run, of_run.ways(exact.way), known)
+    return _Answers(exact.findings | answers.findings, answers.way, exact.untrained)
 
 
 def _ask(
-    small: _Small, questions: Set[Question] = _QUESTIONS, how: _Computation = _EXACT
+    small: _Small,
+    questions: Set[Question] = _QUESTIONS,
+    how: Computation = _EXACT,
+    ways: Sequence[_Way] = _WAYS,
+    known: Mapping[Question, Finding] = {},
 ) -> _Answers:
-    """Return the answers up to the one that refuses the class; see `_Answers`."""
+    """Return the answers up to the one that refuses the class; see `_Answers`.
+
+    Args:
+        ways: that are tried, in their order.
+        known: answers to what cannot be computed.
+    """
+    n_rows = 1
+    if how != _EXACT:
+        n_rows = 2  # some kernels keep documents apart in a single row alone
+    exams = [_Exam(small, how, ways, n_rows)]
+    if how.dtype != torch.float32:
+        exams.append(_Exam(small, how, ways, n_rows, _OTHER_TOKENS))
     findings: dict[Question, Finding] = {}
-    findings["hidden_states"] = _attempt(partial(_ask_hidden_states, small.network))
-    exam = _Exam(small, how, hidden_states=findings["hidden_states"].holds)
-    for question in get_args(Question)[1:]:
+    for question in get_args(Question):
         if question not in questions:
             continue
-        findings[question] = _attempt(getattr(exam, question))
-        if question in _NEEDED and not findings[question].holds:
+        finding = _first_that_holds(_attempt(getattr(exam, question)) for exam in exams)
+        if not finding.is_computed and question in known:
+            warn(f"{question}: cannot be asked on {how.device} ({finding.detail})")
+            finding = known[question]
+        findings[question] = finding
+        if question in _NEEDED and not finding.holds:
             break
-    return _Answers(findings, exam.way, exam.untrained)
+    way = next((exam.way for exam in exams if exam.packing().holds), exams[0].way)
+    return _Answers(findings, way, exams[0].untrained)
+
+
+def _first_that_holds(answers: Iterable[Finding]) -> Finding:
+    """Return the first answer that holds, or the last one."""
+    given: list[Finding] = []
+    for answer in answers:
+        given.append(answer)
+        if answer.holds:
+            break
+    return given[-1]
 
 
 @torch.no_grad()
@@ -783,19 +823,18 @@ class _Exam:
     """The questions about a class, as a run would use it."""
 
     def __init__(
-        self, small: _Small, how: _Computation = _EXACT, *, hidden_states: bool, seed: int = 0
+        self,
+        small: _Small,
+        how: Computation,
+        ways: Sequence[_Way],
+        n_rows: int = 1,
+        seed: int = 0,
     ) -> None:
         self.small = small
         self.how = how
-        self.hidden_states = hidden_states
-        self.sizes = measure_sizes(small.network)
-        self.attentions: Sequence[str] = get_args(Attention)
-        if how.attention is not None:
-            self.attentions = [how.attention]
-        self.n_rows = 1
-        if how.arguments != _EXACT.arguments:
-            self.n_rows = 2  # some kernels keep documents apart in a single row alone
-        self.lengths = _DOCUMENTS * self.n_rows
+        self.ways = ways
+        self.n_rows = n_rows
+        self.lengths = _DOCUMENTS * n_rows
         self.documents = [_tokens(length, seed + i) for i, length in enumerate(self.lengths)]
 
     def build(
@@ -815,7 +854,7 @@ class _Exam:
         """
         way = way or self.way
         examined = Examined(
-            hidden_states=self.hidden_states,
+            hidden_states=self.small.hidden_states.holds,
             packing=True,
             packed_by=way.packed_by,
             attention=way.attention,
@@ -832,7 +871,7 @@ class _Exam:
             examined=examined,
             vocab_size=VOCABULARY,
             max_seq_len=128,
-            **self.sizes._asdict(),
+            **self.small.sizes._asdict(),
         )
         with torch.device("meta"):
             model = lora.add_adapters(TransformersModel(config), adapters, None)
@@ -933,6 +972,9 @@ class _Exam:
             return self.packed
         return self.padded
 
+    def hidden_states(self) -> Finding:
+        return self.small.hidden_states
+
     def determinism(self) -> Finding:
         with torch.no_grad():
             again = _logits(self.small.network, self.documents[0])
@@ -958,7 +1000,7 @@ class _Exam:
         for way, finding in self._packings.items():
             if finding.holds:
                 return way
-        ways = [_Way(attention, "position_ids") for attention in self.attentions]
+        ways = [way for way in self.ways if way.packed_by == "position_ids"] or self.ways[-1:]
         for way in ways[:-1]:
             if self._attempt_batch(way, self.padded).holds:
                 return way
@@ -968,8 +1010,7 @@ class _Exam:
     def _packings(self) -> dict[_Way, Finding]:
         """What was found of each way that was tried: all up to one that is right."""
         tried: dict[_Way, Finding] = {}
-        ways = itertools.product(self.attentions, self.how.arguments)
-        for way in itertools.starmap(_Way, ways):
+        for way in self.ways:
             finding = self._attempt_batch(way, self.packed)
             if finding.holds:
                 masks = _MASKS.get(way.attention, f", with {way.attention}")
@@ -983,13 +1024,18 @@ class _Exam:
         with torch.enable_grad():  # whoever asks first
             return _attempt(lambda: self._compare_batch(self.build(way=way), batch))
 
-    def _compare_batch(self, model: TransformersModel, batch: _Batch) -> Finding:
+    def _compare_batch(
+        self, model: TransformersModel, batch: _Batch, farthest: float = _FARTHER
+    ) -> Finding:
         """Return whether `model` computes the documents of a batch as each alone."""
         logits = _logits_of_batch(model, batch)
-        finding = self._compare_logits(logits, self.alone.logits, "logits")
+        if self.how.dtype != torch.float32:
+            found = _Learned(logits, _train_on_batch(model, batch))
+            return self._bound(self._distances(found), farthest)
+        finding = _compare(logits, self.alone.logits, "logits")
         if not finding.holds:
             return finding
-        return self._compare_gradients(_train_on_batch(model, batch), self.alone.gradients)
+        return _compare_gradients(_train_on_batch(model, batch), self.alone.gradients)
 
     def _compare_logits(self, found: Tensor, expected: Tensor, what: str = "logits") -> Finding:
         if self.how.dtype == torch.float32:
@@ -1026,32 +1072,30 @@ class _Exam:
 
     @cached_property
     def _in_bfloat16(self) -> list[_Exam]:
-        """Of two sets of tokens, as rounding may give one of the first another expert."""
-        build = partial(_Exam, self.small, _IN_BFLOAT16, hidden_states=self.hidden_states)
-        return [build(), build(seed=10)]
+        build = partial(_Exam, self.small, _IN_BFLOAT16, [self.way])
+        return [build(), build(seed=_OTHER_TOKENS)]
 
     def _ask_rounded(self, *, in_float8: bool) -> Finding:
-        first, second = self._in_bfloat16
-        finding = first._compare_rounded(self, in_float8)
-        if finding.holds:
-            return finding
-        return second._compare_rounded(self, in_float8)
+        is_packed = self.packing().holds
+        return _first_that_holds(
+            exam._compare_rounded(is_packed, in_float8) for exam in self._in_bfloat16
+        )
 
-    def _compare_rounded(self, exact: _Exam, in_float8: bool) -> Finding:
-        model = self.build(way=exact.way)
+    def _compare_rounded(self, is_packed: bool, in_float8: bool) -> Finding:
+        model = self.build(way=self.ways[0])
         farthest = _FARTHER
         if in_float8:
             convert_to_float8(model, "tensorwise", on_gpu=False, shards=None)
             farthest = _FARTHER_IN_FLOAT8
-        batch = self.packed if exact.packing().holds else self.padded
-        logits = _logits_of_batch(model, batch)
-        found = _Learned(logits, _train_on_batch(model, batch))
-        return self._bound(self._distances(found), farthest)
+        return self._compare_batch(model, self.packed if is_packed else self.padded, farthest)
 
     @cached_property
     def _distances_of_class(self) -> Mapping[str, float]:
         """How far what the class itself computes in 16 bits is from float32."""
-        return self._distances(self._learn(_in_16_bits(self.small.network, self.how.dtype)))
+        network = self.small.network
+        config = copy.deepcopy(network.config)
+        loaded = load_class(type(network), config, network.state_dict(), self.how.dtype)
+        return self._distances(self._learn(loaded.model))
 
     def _distances(self, found: _Learned) -> dict[str, float]:
         return {

@@ -38,7 +38,7 @@ from lm.errors import (
     oserror_as_config_error,
 )
 from lm.hf.class_weights import ClassWeights, check_layers, open_weights
-from lm.hf.examine import examine, examine_whole
+from lm.hf.examine import Computation, examine, examine_whole
 from lm.hf.files import SAFETENSORS_INDEX, WEIGHT_SUFFIXES, read_object
 from lm.hf.quantization import quantization_of
 from lm.model_config import MAX_SIZE
@@ -47,7 +47,6 @@ from lm.shards import local_rows
 from lm.training import four_bits, lora
 from lm.training.roles import measure_sizes
 from lm.transformers_config import (
-    OWN_KERNELS,
     AnyModelConfig,
     Attention,
     Examined,
@@ -119,7 +118,7 @@ def find_complete_source(source: str) -> Path:
     return find_source(source, ["*"], but_not=[f"*{suffix}" for suffix in WEIGHT_SUFFIXES])
 
 
-def read_structure(directory: Path, kernels: Kernels = OWN_KERNELS) -> TransformersConfig:
+def read_structure(directory: Path, kernels: Kernels | None = None) -> TransformersConfig:
     """Return the examined model of transformers that the config.json in `directory` describes.
 
     Raises:
@@ -136,7 +135,7 @@ def read_config(source: str) -> dict[str, Any]:
     return read_object(find_source(source, _STRUCTURE_FILES) / MODEL_CONFIG)
 
 
-def examined_config(raw: Mapping[str, Any], kernels: Kernels = OWN_KERNELS) -> TransformersConfig:
+def examined_config(raw: Mapping[str, Any], kernels: Kernels | None = None) -> TransformersConfig:
     """Return the model of transformers that the content of a config.json describes, examined.
 
     Raises:
@@ -178,20 +177,24 @@ DEFAULT_LENGTH = 2048
 """tokens of models that do not limit them"""
 
 
-def _examine(values: Mapping[str, Any], kernels: Kernels) -> Examined:
-    examination = examine(values, kernels)
+def _examine(values: Mapping[str, Any], kernels: Kernels | None) -> Examined:
+    examination = examine(values, Computation.of_run(kernels))
     in_bfloat16 = examination.findings.get("bfloat16")
-    if kernels.amp_dtype == "auto" and in_bfloat16 is not None and not in_bfloat16.holds:
-        # It is computed in float32.
-        examination = examine(values, replace(kernels, amp_dtype=None))
+    is_coarse = in_bfloat16 is not None and not in_bfloat16.holds
+    if is_coarse and kernels is not None and kernels.amp_dtype == "auto":
+        in_float32 = replace(kernels, amp_dtype=None)  # as it is then computed
+        examination = examine(values, Computation.of_run(in_float32))
     refusals = examination.refusals()
     if refusals:
         raise ConfigError(*refusals)
     return examination.examined(values)
 
 
-def with_kernels(config: AnyModelConfig, kernels: Kernels = OWN_KERNELS) -> AnyModelConfig:
+def with_kernels(config: AnyModelConfig, kernels: Kernels | None = None) -> AnyModelConfig:
     """Return the model of a checkpoint, to be computed with `kernels`, not those of its run.
+
+    Args:
+        kernels: of a run; None = those of this project.
 
     Raises:
         ConfigError: its class cannot be trained exactly with them.
@@ -199,19 +202,20 @@ def with_kernels(config: AnyModelConfig, kernels: Kernels = OWN_KERNELS) -> AnyM
     if not isinstance(config, TransformersConfig):
         return config
     is_ours = config.examined.attention in get_args(Attention)
-    if is_ours and config.examined.packed_by != "cu_seq_lens" and kernels.attention is None:
+    is_exact = is_ours and config.examined.packed_by != "cu_seq_lens"
+    if is_exact and Computation.of_run(kernels) is None:
         return config
     examined = _examine(config.transformers_config, kernels)
     return config.model_copy(update={"examined": examined})
 
 
 def model_defaults(
-    source: str, kernels: Kernels = OWN_KERNELS, *, needs_weights: bool = True
+    source: str, kernels: Kernels | None = None, *, needs_weights: bool = True
 ) -> dict[str, Any]:
     """Return the hyperparameters that the model `source` sets, {} if it is not on this disk.
 
     Args:
-        kernels: with which the run computes it.
+        kernels: with which a run computes it; None = those of this project, as on a CPU.
         needs_weights: whether a directory must have weights, which are checked; those on the Hub
             are downloaded and checked where they are loaded. If not, a tokenizer may be missing,
             too, and is left out.

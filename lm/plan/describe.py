@@ -52,7 +52,7 @@ def change_settings(
     return round_up_batch(changed, changed.parallel.dp_size(n_gpus))
 
 
-def _read_start(init_from: str, _kernels: Kernels) -> Mapping[str, Any]:
+def _read_start(init_from: str, _kernels: Kernels | None) -> Mapping[str, Any]:
     """Return the hyperparameters of the model `init_from`; if it is not here, say what suffices."""
     if Path(init_from).exists():
         return weights.model_defaults(init_from, needs_weights=False)

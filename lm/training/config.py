@@ -533,8 +533,8 @@ class ParallelConfig(Config, frozen=True):
     attn_implementation: Logged[str | None] = Field(
         None,
         description="kernels that compute the attention of a model of transformers, by the name"
-        " that it has there: sdpa, eager, flex_attention, flash_attention_2, ...; null = those of"
-        " this project",
+        " that it has there: sdpa, eager, or on GPUs flex_attention, flash_attention_2, ...; null ="
+        " those of this project",
     )
     deterministic: Logged[bool] = Field(
         False,

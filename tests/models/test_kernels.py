@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lm import transformers_attention
 from lm.config.reading import read_hyperparameters
 from lm.delta_rule import gated_delta_rule
 from lm.errors import ConfigError
 from lm.hf.base import open_model
+from lm.hf.examine import Computation
+from lm.hf.examine import examine as examine_class
 from lm.hf.weights import examined_config, model_defaults
 from lm.runtime.world import World
 from lm.training.lora import Adapters, LoraConfig
@@ -215,6 +218,87 @@ def test_kernels_are_examined_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert not is_examined("sdpa", None)
     is_examined("sdpa", "bfloat16")
     assert not is_examined("sdpa", "bfloat16")
+
+
+# ---- kernels of this project, as a run on a GPU computes with them
+
+
+IN_BFLOAT16 = Computation(dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bloom",
+        "cohere2",
+        "deepseek_v3",
+        "gemma2",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_oss",
+        "gptj",
+        "jamba",
+        "lfm2",
+        "llama",
+        "minimax",
+        "mistral",
+        "mixtral",
+        "olmo_hybrid",
+        "olmoe",
+        "opt",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_next",
+    ],
+)
+def test_what_holds_exactly_holds_as_a_run_computes(kind: str) -> None:
+    values = complete_values(kind)
+    exact = examine_class(values).examined(values)
+    in_run = examine_class(values, IN_BFLOAT16).examined(values)
+    assert in_run.model_copy(update={"details": {}}) == exact.model_copy(update={"details": {}})
+
+
+def cannot_be_computed(*_inputs: Any, **_options: Any) -> tuple[Tensor, None]:
+    raise NotImplementedError("no kernel")
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "lost"),
+    [
+        (ignore_documents, {"packing", "context_parallel"}),
+        pytest.param(look_ahead, {"causality"}, marks=pytest.mark.slow),
+        pytest.param(cannot_be_computed, set(), marks=pytest.mark.slow),
+    ],
+)
+def test_our_kernels_are_asked_as_a_run_computes(
+    stand_in: Callable[..., tuple[Tensor, None]],
+    lost: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """By stand-ins, which compute otherwise in 16 bits. What raises is not wrong in silence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    transformers_attention.register()
+    ours = AttentionInterface()[transformers_attention.NAME]
+
+    def attend_otherwise(module: nn.Module, query: Tensor, *inputs: Any, **options: Any) -> Any:
+        function = ours if query.dtype == torch.float32 else stand_in
+        return function(module, query, *inputs, **options)
+
+    values = complete_values("llama")
+    exact = examine_class(values)
+    AttentionInterface.register(transformers_attention.NAME, attend_otherwise)
+    try:
+        in_run = examine_class(values, IN_BFLOAT16)
+    finally:
+        AttentionInterface.register(transformers_attention.NAME, ours)
+    found: set[str] = set()
+    for name, finding in exact.findings.items():
+        if finding.holds and not in_run.findings[name].holds:
+            found.add(name)
+    assert found == lost | {"bfloat16", "float8"}  # which a CPU is asked in 16 bits, too
+    assert bool(in_run.refusals()) == ("causality" in lost)
 
 
 @pytest.mark.parametrize("lengths", [(5, 70), (75,)])
