@@ -77,7 +77,7 @@ from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.stop_signals import StopSignals
 from lm.runtime.watchdog import Watchdog
-from lm.runtime.world import PendingFlags, World
+from lm.runtime.world import Vote, World
 from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.balance import ExpertBalance
@@ -134,8 +134,9 @@ def train_together(job: Job, world: World) -> int:
     If a rank fails, the others end with its error. A rank that waits in a collective for longer
     than `collective_timeout` names the rank that hangs, and ends; that one prints its stacks.
 
-    None of these saves: a restart resumes from the newest complete checkpoint, which can be the
-    pending one. Before the end of `load_state`, files of an earlier run are where they were.
+    No error saves. A restart resumes from the newest checkpoint whose files are all written, even
+    if it was not committed yet; what a save has left incomplete is deleted. Until `load_state`
+    returns, nothing of an earlier run is moved or deleted.
     """
     watchdog = Watchdog(
         world.rendezvous_store, world.rank, world.size, job.hp.run.collective_timeout
@@ -215,9 +216,9 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
     with torch.device("meta"):
         model = new_model(hp.model, dropout=not hp.objective.of_pairs)
         model = lora.add_adapters(model, hp.lora, amp_dtype)
-    # Each wraps the `forward` of the blocks that the one before has left, so that parameters keep
-    # their names. The compiler has to see what is recomputed, and offloading has to see what
-    # compiled blocks save. Their weights are gathered around all of it.
+    # In this order: the compiler has to see what is recomputed, and offloading what compiled blocks
+    # save. Each replaces the `forward` of the blocks, not the blocks, so parameters keep their
+    # names. FSDP, below, gathers the weights of a block before all of it.
     parallelize.apply_float8(model, hp.precision.float8, hp.parallel, mesh)
     parallelize.apply_activation_checkpointing(model, hp.parallel.activation_checkpointing)
     parallelize.apply_compile(model, hp.parallel, hp.precision.float8, mesh)
@@ -235,10 +236,10 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # The units, from the outside in: the model, with what no other unit holds; the parameters that
-    # a class of transformers keeps in float32 in forward, wherever in its blocks they are; and the
-    # embedding, each block and the head. In this order, as FSDP does not look for parameters in a
-    # module that already is a unit; so each unit ignores what those inside of it will hold.
+    # The units: the model, for what no other unit holds; one of the parameters that a class of
+    # transformers keeps in float32 in forward, of all blocks; the embedding, each block, the head.
+    # From the outside in, and each ignores what those after it will hold: FSDP would not find the
+    # float32 parameters in blocks that already were units.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     in_float32 = model.kept_in_float32(amp_dtype)
@@ -364,8 +365,8 @@ class Trainer:
         """Load the weights of the Hugging Face model that `init_from` names, if it names one.
 
         A checkpoint replaces them, unless they are the frozen base of adapters, which it does not
-        hold. No rank ever holds the whole model, but rank 0 that of a class of transformers while
-        it sends the weights to all.
+        hold. No rank holds the whole model, except rank 0 for a class of transformers while it
+        sends the weights.
         """
         initial_weights = self.run.initial_weights
         if initial_weights.model is None:
@@ -466,7 +467,7 @@ class Trainer:
             self.watchdog.on_step_start(self.step)
             with self.accumulator.waiting_for_data():
                 batch = next(batches)
-            if self.hp.skipping.lists_step(self.step + 1):
+            if self.hp.skipping.lists_step(self.step + 1):  # in skip_steps: no update
                 vote = self.start_vote()
                 self.accumulator.add_listed_step()
             else:
@@ -493,8 +494,8 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> Losses:
         """Accumulate the gradients of all micro-batches. Return the sums of this rank's terms."""
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
-        # FSDP averages the gradients of the ranks' sums. Times this, they are those of the mean
-        # over the terms of all ranks and micro-batches: targets that are not ignored, or pairs of
+        # FSDP averages gradients over the ranks. With this factor, the result is the gradient of
+        # the mean over all terms of the global batch: targets that are not ignored, or pairs of
         # replies.
         sums_to_mean = self.world.size / batch.n_global_terms
         loss_sum = torch.zeros((), device=self.world.device)
@@ -516,14 +517,17 @@ class Trainer:
     def update_weights(self, batch: Batch, losses: Losses) -> None:
         """Clip the gradients, take the optimizer step, and count it, all on the device.
 
-        If a gradient is inf or NaN, or the loss or the norm a spike (`skip_spikes`), weights and
-        moments stay. The step still counts; `log_training` refuses too many consecutive ones.
+        If a gradient of any rank is inf or NaN, or the loss or the norm a spike (`skip_spikes`),
+        weights and moments stay. The step still counts, but not in the reported loss and norm;
+        `log_training` refuses too many consecutive ones.
         """
         self.objective.check_before_update(
             losses, batch.n_global_terms, self.world, self.run.amp_dtype, self.logger.info
         )
         lr = optim.learning_rate(self.hp.optim, self.step, self.run.max_steps)
+        # The norm of the gradients of all ranks' parameters, without the scale of the loss.
         grad_norm, nonfinite = self.optimizer.measure_gradients(self.scaler.scale)
+        # Divided by this in `step`, gradients lose that scale, and their norm is at most grad_clip.
         divisor = self.optimizer.clipping_divisor(grad_norm, self.scaler.scale)
         skipped = self.spikes.find_skipped(
             self.world, losses.loss_sum, batch.n_global_terms, grad_norm, nonfinite
@@ -542,7 +546,7 @@ class Trainer:
             losses.statistics,
         )
 
-    def start_vote(self) -> PendingFlags:
+    def start_vote(self) -> Vote:
         """Start to find out whether any rank was asked to stop, and whether any is writing."""
         return self.world.start_any(self.asked_to_stop(), self.checkpointer.is_writing)
 
@@ -553,7 +557,7 @@ class Trainer:
         return master.should_preempt(self.core_context, self.run.trial)
 
     def stop_where_configured(self) -> None:
-        """Stop after `stop_at_step`, with the reports and evaluations that are due there."""
+        """Set `stopping` if `stop_at_step` is reached."""
         stop = self.hp.run.stop_at_step
         if stop is not None and stop <= self.step < self.run.max_steps and not self.stopping:
             self.stopping = True
@@ -580,10 +584,11 @@ class Trainer:
         return self.step > 0 and self.step % rate == 0
 
     def complete_resumed_step(self) -> None:
-        """Evaluate after the resumed step, where a stop prevented it.
+        """Evaluate before the first step what is due at step `self.step` and was not done.
 
-        The checkpoint of that step is from before the evaluation. Where one is due, it is saved
-        again with its results, or else every later start from it would evaluate once more.
+        A stop has prevented it, or the run only evaluates (`max_steps: 0`). If a checkpoint is due,
+        too, the step is saved again with the results, or else every later start from it would
+        evaluate once more.
         """
         in_checkpoint = self.validation_loss, self.sampled
         self.evaluate()
@@ -688,7 +693,7 @@ class Trainer:
         self.sampled = True
 
     def save(self, wait: bool) -> None:
-        """Start to save a checkpoint once the last one is committed; `wait` commits this one too.
+        """Commit the pending checkpoint, if any, and start to save; `wait` commits this one, too.
 
         Every rank writes its shards to a file, which the store saves through Core API's checkpoint
         context. When all files are complete, rank 0 deletes old checkpoints, except the newest
@@ -703,7 +708,7 @@ class Trainer:
             dataset_state = None  # the position follows from the step
             if self.loader.stream_state is not None:  # the dataset is streamed
                 states = self.world.all_gather_object(self.loader.stream_state)
-                dataset_state = states[:: self.context_group.size]
+                dataset_state = states[:: self.context_group.size]  # one of each context group
             progress = TrainingProgress(
                 step=self.step,
                 tokens=self.step * self.run.tokens_per_step,
@@ -735,16 +740,15 @@ class Trainer:
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:
                     code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
-                # To Determined, exit code 0 after this means that the trial resumes later; without
-                # it (in the cases above), that the trial is complete. Off the cluster, it does
-                # nothing.
+                # To Determined, exit code 0 after this means that the trial resumes later, and
+                # without it, in the two cases above, that it is complete. Off the cluster, a no-op.
                 if self.world.rank == 0:
                     self.core_context.preempt.acknowledge_preemption_signal()
             self.logger.info(f"stopped after step {self.step}/{self.run.max_steps} {reason}")
         if self.run.run_dir is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
             report = self.world.on_rank0(write_report, self.run.run_dir.path)
-            # Its files are closed, so that the report is complete; it still prints.
+            # `execute` has closed the logger's files, so the report is complete; it still prints.
             self.logger.info(f"curves and traces: make board; report: {report}")
         return code
 

@@ -36,7 +36,7 @@ ANSWER_TIMEOUT = timedelta(seconds=5)
 """in which rank 0's store tells the other ranks that they may end"""
 
 
-class PendingFlags(NamedTuple):
+class Vote(NamedTuple):
     """Flags of which all ranks are finding out whether they hold on any rank."""
 
     held: Tensor
@@ -199,11 +199,11 @@ class World:
                 result = function(*args, **kwargs)
         return self.all_gather_object(result)[0]
 
-    def start_any(self, *flags: bool) -> PendingFlags:
+    def start_any(self, *flags: bool) -> Vote:
         """Start to find out which of `flags` hold on any rank, while this rank computes on."""
         held = torch.tensor(flags, dtype=torch.int32)
         work = dist.all_reduce(held, dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return PendingFlags(held, cast(dist.Work, work))
+        return Vote(held, cast(dist.Work, work))
 
     def any_rank(self, flag: bool) -> bool:
         """Return on every rank whether `flag` holds on any rank."""
