@@ -302,17 +302,17 @@ def _list_panels(runs: Sequence[RunRecords]) -> list[_Panel]:
     metrics = dict.fromkeys(metric for run in runs for metric in run.validated())
     panels: list[_Panel] = []
     for metric in dict.fromkeys(["loss", *metrics]):
+        groups = ["validation"]
+        if metric == "loss":
+            groups.append("training")
         for number in sorted(set(data)):
-            own = [i for i, its_number in enumerate(data) if its_number == number]
-            if not metric.startswith("loss"):
-                own = list(range(len(runs)))
             title = metric
-            if len(own) < len(runs):
+            own = [i for i, run in enumerate(runs) if metric == "loss" or metric in run.validated()]
+            if metric.startswith("loss") and max(data) > 1:
                 title += f", validation data {number}"
-            groups = ["validation"]
-            if metric == "loss":
-                groups.append("training")
-            panels.append(_Panel(title, metric, groups, own))
+                own = [i for i in own if data[i] == number]
+            if own:
+                panels.append(_Panel(title, metric, groups, own))
     panels += [_Panel(metric, metric, ["training"], range(len(runs))) for metric in _PANELS]
     return list({panel.title: panel for panel in panels}.values())
 

@@ -239,6 +239,11 @@ def test_runs_that_were_validated_on_other_data_are_told_apart() -> None:
         curves = [line for line in panel.lines if np.size(line.get_xdata())]
         n_curves.append(len(curves))
     assert n_curves == [4, 2], "training and validation of a and c, and of b"
+    with (paths[1] / "metrics.jsonl").open("a") as file:
+        of_a_set = {"group": "validation", "step": 30, "time": 2060.0, "loss_wiki": 1.0}
+        file.write("\n" + json.dumps(of_a_set))
+    titles = [panel.get_title() for panel in draw([runs[0], report.RunRecords(paths[1])]).axes]
+    assert [title for title in titles if "loss_wiki" in title] == ["loss_wiki, validation data 2"]
     assert "validation data" not in report.format_report([runs[0], runs[2]])
 
 
