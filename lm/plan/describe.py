@@ -47,6 +47,8 @@ def change_settings(
 ) -> Hyperparameters:
     """Return `hp` with other settings; raise ValueError or ConfigError if they do not fit to it."""
     values = hp.to_flat() | hp.model.model_dump(mode="json") | dict(settings)
+    if "sharding" in settings:  # an argument drops what the file sets of the strategy before
+        del values["shard_group_size"]
     changed = Hyperparameters.from_flat(values)
     check_combinations(changed, Draft())
     return round_up_batch(changed, changed.parallel.dp_size(n_gpus))

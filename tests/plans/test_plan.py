@@ -435,6 +435,15 @@ def test_settings_are_planned_with_the_batch_of_the_run() -> None:
     assert changed.data.total_batch_size == 8  # 2 on each of 4 groups
 
 
+def test_full_shard_is_planned_without_groups_of_hybrid_sharding() -> None:
+    groups = ["sharding=hybrid-full-shard", "shard_group_size=2", "--gpus", "8"]
+    given = load_hyperparameters(parse_plan_arguments([*SMALL, *groups]))
+    changed = change_settings(given, 8, {"sharding": "full-shard", "cpu_offload": "true"})
+    assert changed.parallel.sharding == "full-shard"
+    assert changed.parallel.shard_group_size is None
+    assert change_settings(given, 8, {"cpu_offload": "true"}).parallel.shard_group_size == 2
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
 def test_plan_needs_no_file_but_config_json(kind: str, tmp_path: Path) -> None:
     """Neither weights nor a tokenizer nor the data; a run is refused."""
