@@ -227,7 +227,7 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=amp_dtype,
-            # Of gradients. By default float32, also where `param_dtype` is not.
+            # In which gradients are accumulated and reduced: by default float32.
             reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),
             # Embeddings already have the dtype of forward, and rotary angles have to stay float32.
             cast_forward_inputs=False,
@@ -280,7 +280,7 @@ class Trainer:
         self.data_start = 0
         """those on earlier data: a branch reads other data from their first sample"""
         self.stopping = False
-        """whether the ranks have agreed to stop: after this step, or in an evaluation"""
+        """whether the ranks have agreed to stop: after this step, in an evaluation, or before"""
         self.at_stop_step = False
         """whether that is due to `stop_at_step`, and nobody has asked for it"""
         self.validation_loss: float | None = None
@@ -300,7 +300,8 @@ class Trainer:
         # The ranks that compute the same sequences, each a part of their tokens.
         self.context_group = world.context_group(hp.parallel.context_parallel)
         # Global batch k holds the same samples on any number of ranks, each of which reads its
-        # slice. Only streams (`dataset: hf`) are divided otherwise on another number of ranks.
+        # slice. Only streams (`dataset: hf`) are divided otherwise on another number of ranks:
+        # each data worker goes on after its share of the documents that were read.
         self.loader = Loader(
             hp.data,
             run.data,
@@ -341,15 +342,14 @@ class Trainer:
     def load_state(self) -> TrainingProgress:
         """Load what the session continues from: a checkpoint, pretrained weights, both, or neither.
 
-        The hyperparameter `resume`, and whether a launcher restarts the run, say which checkpoint:
+        A run that a launcher restarts takes its newest checkpoint, if it has one. Else, `resume` is
 
-        auto            the newest of this run, or none if it has none
-        fresh           none: the run starts at step 0
-        a path or URL   that one, also of another run: weights, optimizer, step, place in the data
-        any, restarted  the newest of this run, if it has one: a restart never goes back
+        auto           the newest of this run, or none if it has none
+        fresh          none: the run starts at step 0
+        a path or URL  that one, also of another run: weights, optimizer, step, place in the data
 
-        `preflight` has listed them, newest first. One whose files do not match their checksums is
-        skipped, and the next one is loaded; if all are damaged, the run is refused.
+        `preflight` has listed the candidates, newest first. One whose files do not match their
+        checksums is skipped, and the next one is loaded; if all are damaged, the run is refused.
         """
         run = self.run
         log = self.logger.info
@@ -402,8 +402,9 @@ class Trainer:
     def prepare_objective(self) -> None:
         """Compute what the objective needs of the initial weights: for DPO, its reference.
 
-        Checkpoints hold it, so only a run that starts does this. It takes a pass over the data, in
-        which it is saved as often as the weights are later, and if the run is asked to stop.
+        Only before step 1, as checkpoints of later steps hold it. It takes a pass over the data, in
+        which it is saved as often as the weights are later, and if the run is asked to stop; the
+        next start goes on from there.
         """
         if not self.objective.needs_preparation(self.step):
             return
@@ -460,7 +461,7 @@ class Trainer:
         # `setup_environment` disabled automatic collection, which would stop the ranks at
         # different times. `log_training` collects, and need not look at what exists now.
         gc.freeze()
-        self.complete_resumed_step()
+        self.evaluate_at_start()
         self.stop_where_configured()
         self.model.train()
         while self.step < self.run.max_steps and not self.stopping:
@@ -583,7 +584,7 @@ class Trainer:
             return True
         return self.step > 0 and self.step % rate == 0
 
-    def complete_resumed_step(self) -> None:
+    def evaluate_at_start(self) -> None:
         """Evaluate before the first step what is due at step `self.step` and was not done.
 
         A stop has prevented it, or the run only evaluates (`max_steps: 0`). If a checkpoint is due,
@@ -673,8 +674,8 @@ class Trainer:
         tokenizer = self.run.data.tokenizer
         assert tokenizer is not None
         with self.accumulator.paused(), self.logger.status("sampling"):
-            # Past the end of the text, which is cut below: the ranks gather shards together, so
-            # all sample as many tokens.
+            # The ranks gather shards together, so all sample as many tokens. What follows the end
+            # of the text is cut below.
             continuation = sampling.generate(  # in eval mode, without gradients
                 self.model,
                 self.run.prompt,
