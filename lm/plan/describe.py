@@ -56,15 +56,20 @@ def change_settings(
 
 def _read_start(init_from: str, _kernels: Kernels | None) -> Mapping[str, Any]:
     """Return the hyperparameters of the model `init_from`; if it is not here, say what suffices."""
+    remedy = "init_from: a plan needs a directory with its config.json"
     if Path(init_from).exists():
-        return weights.model_defaults(init_from, needs_weights=False)
+        its_keys = weights.model_defaults(init_from, needs_weights=False)
+        if not its_keys:
+            problem = "has no config.json, and no checkpoint that can be read"
+            raise ConfigError(f"init_from: {init_from}: {problem}", remedy)
+        return its_keys
     try:
         if weights.is_model(init_from):  # perhaps in the Hub's cache
             return weights.model_defaults(init_from, needs_weights=False)
         problems: Sequence[str] = [f"init_from: {init_from} does not exist"]
     except ConfigError as error:
         problems = error.problems
-    raise ConfigError(*problems, "init_from: a plan needs a directory with its config.json")
+    raise ConfigError(*problems, remedy)
 
 
 def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:

@@ -473,6 +473,8 @@ def test_plan_of_a_model_that_is_not_here_says_what_suffices(
         ConfigError, match=r"^argument init_from: .*nowhere does not exist\n.*needs a directory"
     ):
         load_hyperparameters(parse_plan_arguments([*arguments, f"init_from={tmp_path}/nowhere"]))
+    with pytest.raises(ConfigError, match=r"has no config\.json.*\n.*needs a directory"):
+        load_hyperparameters(parse_plan_arguments([*arguments, f"init_from={tmp_path}"]))
 
 
 @pytest.mark.slow
