@@ -42,7 +42,7 @@ def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Lo
     candidates = store_at(where).find_candidates(parts, "name another run or checkpoint")
     if candidates:
         return candidates[0]
-    names = named.place.names()
+    names = named.open_place().names()
     if MANIFEST in names or any(TENSOR_FILE.fullmatch(name) for name in names):
         return named
     problem = "neither a checkpoint nor a run that has saved one"

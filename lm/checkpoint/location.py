@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,15 +45,15 @@ class Location:
         """The directory; None = it has to be downloaded."""
         return None if is_url(self.where) else Path(self.where)
 
-    @cached_property
-    def place(self) -> Place:
-        """Its files."""
+    def open_place(self) -> Place:
+        """Return its files. Not kept: ranks send locations, and a bucket has credentials."""
         return place_at(self.where)
 
     def read_manifest(self, parts: Collection[str] = WEIGHTS) -> Manifest:
         """Return the manifest, if the files of `parts` have the sizes that it says."""
-        manifest = read_manifest(self.place)
-        check_files(self.place, manifest, parts)
+        place = self.open_place()
+        manifest = read_manifest(place)
+        check_files(place, manifest, parts)
         return manifest
 
     @contextmanager
@@ -70,8 +69,8 @@ class Location:
         """Download `parts` of the checkpoint to the new directory `directory` and return it.
 
         Raises:
-            CheckpointError: a file is missing, deleted meanwhile, or of another size than recorded
-                or than its model can need; `verify` checks the rest.
+            CheckpointError: a file is missing, deleted meanwhile, or of another size than recorded,
+                or the weights are smaller than their model; `verify` checks the rest.
         """
         manifest = self.read_manifest(parts)
         require_sizes_of_model(self.where, manifest)
@@ -80,8 +79,7 @@ class Location:
         require_space(directory.parent, needed, "free space, or set TMPDIR to a larger disk")
         directory.mkdir()
         try:
-            assert isinstance(self.place, Bucket)
-            self.place.download([*files, MANIFEST], directory)
+            Bucket(self.where).download([*files, MANIFEST], directory)
         except FileNotFoundError:
             raise CheckpointError(f"{self}: deleted while it was read") from None
         return directory

@@ -10,7 +10,9 @@ import errno
 import http.client
 import http.server
 import itertools
+import json
 import os
+import pickle
 import re
 import shutil
 import ssl
@@ -30,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from lm.checkpoint import __main__ as command
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import verify
-from lm.checkpoint.locate import find_checkpoint
+from lm.checkpoint.locate import find_checkpoint, locate_checkpoint
 from lm.checkpoint.location import Location
 from lm.checkpoint.manifest import MANIFEST, PARTS, WEIGHTS, CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
@@ -494,6 +496,22 @@ def test_lease_of_a_dead_run_is_replaced(
     (complete / MANIFEST).touch()
     with pytest.raises(ConfigError, match=f"^{folders[2]}: .*run_name, with resume={folders[2]} "):
         c.acquire()
+
+
+def test_location_in_a_bucket_can_be_sent_to_other_ranks(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.Bucket(f"{s3}/checkpoint").write(MANIFEST, b"")
+    expiring = {"Version": 1, "AccessKeyId": "key", "SecretAccessKey": "secret"}
+    expiring |= {"SessionToken": "token", "Expiration": "2099-01-01T00:00:00Z"}
+    (tmp_path / "credentials.json").write_text(json.dumps(expiring))
+    process = f"credential_process = cat {tmp_path / 'credentials.json'}\n"
+    (tmp_path / "config").write_text(f"[default]\nregion = us-east-1\n{process}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    location = locate_checkpoint(f"{s3}/checkpoint")
+    assert pickle.loads(pickle.dumps(location)) == location
 
 
 def test_start_in_a_bucket_is_recorded_before_its_weights_are_loaded(
