@@ -123,12 +123,13 @@ class CheckpointStore(ABC):
 
         Raises:
             CheckpointError: all are damaged.
-            ConfigError: all were deleted.
+            ConfigError: none of them is here any more.
         """
         saved, incomplete = self.list_saved(parts)
         if not saved and self.was_committed():  # and not merely killed during the first save
             if not incomplete:
-                raise ConfigError(f"{self}: all checkpoints of the run were deleted; {remedy}")
+                problem = "its checkpoints are in another checkpoint_storage, or were all deleted"
+                raise ConfigError(f"{self}: {problem}; {remedy}")
             problem = f"{self}: no complete checkpoint is left; {remedy}"
             raise CheckpointError(*map(str, incomplete.values()), problem)
         for error in incomplete.values():

@@ -43,9 +43,10 @@ from lm.launch.spawn import reserve_port
 from lm.preflight import Job, preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime.run_dir import RunDir
-from lm.runtime.run_state import RunState, begin_run, read_state, record_early
+from lm.runtime.run_state import RunState, begin_run, read_state, record_early, write_state
 from lm.runtime.world import MeshShape, World
 from lm.storage import bucket, lease
+from lm.storage.place import Directory
 from tests.soak import soak
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -527,6 +528,13 @@ def test_start_in_a_bucket_is_recorded_before_its_weights_are_loaded(
     )  # whose start would move that file aside first
     assert read_state([bucket.Bucket(f"{s3}/test")]).init_from == "pretrained"
     place.release()
+
+
+def test_run_under_another_url_is_refused(s3: str, tmp_path: Path) -> None:
+    """Its working copy says that it has saved."""
+    write_state([Directory(tmp_path)], RunState(has_saved=True))
+    with pytest.raises(ConfigError, match="another checkpoint_storage"):
+        plan_resume("auto", None, BucketCheckpoints(f"{s3}/other", tmp_path), restarted={})
 
 
 def test_lease_that_is_none_is_replaced_at_once(s3: str, tmp_path: Path) -> None:
