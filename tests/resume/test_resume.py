@@ -96,7 +96,7 @@ def test_resume_with_another_world_size(tmp_path: Path) -> None:
     ("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")]
 )
 def test_resume_may_change_amp_dtype(before: str, after: str, tmp_path: Path) -> None:
-    first = (f"amp_dtype={before}", "max_steps=2", "warmup_steps=3", "resume=fresh")
+    first = (f"amp_dtype={before}", "max_steps=2", "resume=fresh")
     run_fsdp(tmp_path, *first, config=RUN, code=0)
     done = run_fsdp(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN, code=0)
     assert ("changed: amp_dtype" in done.stdout) == (before != after)
