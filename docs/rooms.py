@@ -23,6 +23,7 @@ VERBS = {
     "preflight": ("lm/preflight.py", "preflight"),
     "build": ("fsdp.py", "Trainer.__init__"),
     "load": ("fsdp.py", "Trainer.load_state"),
+    "prepare": ("fsdp.py", "Trainer.prepare_objective"),
     "train": ("fsdp.py", "Trainer.train"),
     "finish": ("fsdp.py", "Trainer.finish"),
 }
@@ -41,6 +42,7 @@ COLORS = {
     "preflight": "#8250df",
     "build": "#0969da",
     "load": "#1a7f37",
+    "prepare": "#9a6700",
     "train": "#bc4c00",
     "finish": "#57606a",
 }
