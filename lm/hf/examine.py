@@ -463,7 +463,9 @@ def _examine(config: dict[str, Any], of_run: Computation | None) -> Examination 
             if limits:
                 asked = within
                 answers = _ask(asked)
+        device = _CPU
         if of_run is not None and answers.holding() >= _NEEDED.keys():
+            device = of_run.device
             answers = _ask_as_in_run(asked, answers, of_run)
     finally:
         torch.set_num_threads(threads)
@@ -473,7 +475,7 @@ def _examine(config: dict[str, Any], of_run: Computation | None) -> Examination 
         findings=answers.findings,
         packed_by=answers.way.packed_by,
         attention=answers.way.attention,
-        device="cpu" if of_run is None else of_run.device.type,
+        device=device.type,
         untrained=answers.untrained,
         limits=limits + crossed.tables,
         seconds=round(time.process_time() - started, 2),

@@ -26,7 +26,7 @@ from lm.hf.weights import examined_config, model_defaults
 from lm.runtime.world import World
 from lm.training.lora import Adapters, LoraConfig
 from lm.transformers_config import Examined, Kernels, TransformersConfig
-from lm.transformers_model import TransformersModel, rule_by_fla
+from lm.transformers_model import TransformersModel, rule_by_fla, text_config
 from tests.support.hf import complete_values, read_with_model_defaults, save_model
 from tests.support.parallelism import train_each
 from tests.support.ranks import run_ranks
@@ -257,6 +257,13 @@ def test_what_holds_exactly_holds_as_a_run_computes(kind: str) -> None:
     exact = examine_class(values).examined(values)
     in_run = examine_class(values, IN_BFLOAT16).examined(values)
     assert in_run.model_copy(update={"details": {}}) == exact.model_copy(update={"details": {}})
+
+
+def test_what_is_refused_exactly_is_not_asked_on_the_device_of_a_run() -> None:
+    values = text_config({"model_type": "bert", "is_decoder": False})
+    of_run = Computation(torch.device("meta"))  # on which nothing could be asked
+    (refusal,) = examine_class(values, of_run).refusals()
+    assert refusal.startswith("BertLMHeadModel: a later token changes earlier logits ")
 
 
 def cannot_be_computed(*_inputs: Any, **_options: Any) -> tuple[Tensor, None]:
