@@ -138,8 +138,8 @@ def _encode_part(part: Document, tokenizer: Tokenizer) -> NDArray[np.uint32]:
 
 
 def _check_end_of_text(tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if what separates the documents of published files is text."""
+    """Raise ConfigError if what separates the documents of published files ends none here."""
     if tokenizer.encode_piece(END_OF_TEXT).tolist() != [tokenizer.eos_id]:
-        problem = f"has {END_OF_TEXT}, which this tokenizer reads as text, not as an end of text"
-        remedy = "use one that has it, or write each document as a line of JSON Lines"
+        problem = f"has {END_OF_TEXT}, which is not the end of text of this tokenizer"
+        remedy = "use one that ends texts with it, or write each document as a line of JSON Lines"
         raise ConfigError(f"{problem}; {remedy}")
