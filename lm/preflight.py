@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ from lm.data.run_data import Data, open_data
 from lm.data.sampler import SampledSource
 from lm.determined import master
 from lm.determined.search import Searcher
-from lm.errors import ConfigError, error_prefix, oserror_as_config_error
-from lm.fileio import find_stranger
+from lm.errors import ConfigError, error_prefix
 from lm.flops import count_flops_per_token
 from lm.hf import weights
 from lm.hf.base import find_base
@@ -345,7 +343,6 @@ def preflight(
     if dry_run and resume_plan.resume_candidates:
         initial_weights = find_initial_weights(hp, world)  # its base is compared with theirs
     with world.all_or_none():
-        choose_cache(dry_run)
         parallelize.check_offload(hp.parallel)
         four_bits.check_base_dtype(hp.lora)
         profiling.check_memory_snapshot(hp.profiling)
@@ -437,27 +434,6 @@ def _check_platform(hp: Hyperparameters, trial: det.ClusterInfo | None) -> None:
         cause = "for which RESTART_WHEN_STOPPED is set"
         remedy = "use auto with another run_name, or init_from"
         raise ConfigError(f"{problem}, {cause}; {remedy}")
-
-
-@oserror_as_config_error
-def choose_cache(dry_run: bool = False) -> None:
-    """Let PyTorch cache compiled code, which it executes, where no other user can write.
-
-    Its default is in /tmp, for whoever comes first.
-
-    A dry run compiles nothing, but imports the compiler, which creates the directory: it gets one
-    that exists.
-    """
-    if dry_run:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.sep
-    elif "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        cache.mkdir(mode=0o700, exist_ok=True)
-        stranger = find_stranger(cache, os.getuid())
-        if stranger is not None:
-            remedy = "set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
-            raise ConfigError(f"{cache}: {stranger}; {remedy}")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 def _find_length(hp: Hyperparameters, data: Data, batch_size: int) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from lm.command_line import parse_arguments
-from lm.errors import ConfigError
+from lm.errors import ConfigError, oserror_as_config_error
+from lm.fileio import find_stranger
 from lm.launch.console import announce, print_error
 from lm.launch.startup import setup_environment
 
@@ -18,13 +21,30 @@ def start_run() -> None:
     """
     setup_environment()
     arguments = parse_arguments()
-    if "DET_TRIAL_ID" not in os.environ:  # a trial's hyperparameters are the master's
-        announce("checking the hyperparameters")
-        from lm.config.reading import check_values  # after the first line, as it imports more
+    try:
+        if "DET_TRIAL_ID" not in os.environ:  # a trial's hyperparameters are the master's
+            announce("checking the hyperparameters")
+            from lm.config.reading import check_values  # after the first line, as it imports more
 
-        try:
             check_values(arguments.config, arguments.overrides)
-        except ConfigError as error:
-            print_error(error)
-            sys.exit(error.exit_code)
+        choose_compiler_cache()
+    except ConfigError as error:
+        print_error(error)
+        sys.exit(error.exit_code)
     announce("importing PyTorch")
+
+
+@oserror_as_config_error
+def choose_compiler_cache() -> None:
+    """Let PyTorch cache compiled code, which it executes, where no other user can write.
+
+    Its default is in /tmp, for whoever comes first. It sets the variable to it when it is imported.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        cache.mkdir(mode=0o700, exist_ok=True)
+        stranger = find_stranger(cache, os.getuid())
+        if stranger is not None:
+            remedy = "set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
+            raise ConfigError(f"{cache}: {stranger}; {remedy}")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)

@@ -11,7 +11,6 @@ import resource
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -38,7 +37,6 @@ from lm.hf.class_weights import open_weights
 from lm.hf.export import export_model
 from lm.hf.weights import read_structure
 from lm.metrics.sinks import JSONL
-from lm.preflight import choose_cache
 from lm.prepare import main as prepare
 from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import STATE
@@ -301,25 +299,34 @@ def test_checkpoints_through_a_link_are_not_used(private: Path, saved: Path) -> 
             use()
 
 
+START = """
+import os, sys
+from lm.start import start_run
+
+start_run()
+assert "torch" not in sys.modules, "which would have set it"
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
 @pytest.mark.parametrize("kind", ["private", "link", "writable"])
-def test_choose_cache_avoids_folders_of_other_users(
-    kind: str, private: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_is_kept_where_no_other_user_can_write(kind: str, private: Path) -> None:
     cache = Path(f"torchinductor_{os.getuid()}").absolute()
     if kind == "link":
         cache.symlink_to(private.parent)
     elif kind == "writable":
         cache.mkdir()
         cache.chmod(0o777)
-    monkeypatch.setattr(tempfile, "tempdir", str(cache.parent))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored at the end
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    command = [sys.executable, "-c", START, "--config", str(REPOSITORY / "config.yaml")]
+    env = os.environ | {"TMPDIR": str(cache.parent), "PYTHONPATH": str(REPOSITORY)}
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if kind != "private":
-        with pytest.raises(ConfigError, match="set TORCHINDUCTOR_CACHE_DIR"):
-            choose_cache()
+        assert done.returncode == 2
+        assert f"{cache}: " in done.stderr
+        assert "set TORCHINDUCTOR_CACHE_DIR" in done.stderr
         return
-    choose_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
+    assert done.stdout.split()[-1] == str(cache), done.stderr
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
