@@ -39,6 +39,7 @@ from lm.objectives.dpo import DPO
 from lm.runtime.world import World
 from lm.training import parallelize, precision
 from model import Transformer, add_product
+from tests.support.hf import save_model
 from tests.support.hyperparameters import LLAMA_STYLE
 from tests.support.ranks import run_ranks
 from tests.support.runs import read_reports, run_fsdp
@@ -534,3 +535,13 @@ def test_gpu_without_a_c_compiler_trains_on_documents(tmp_path: Path) -> None:
     assert "cannot compile this model" in done.stderr
     losses_found = [report["loss"] for report in read_reports(tmp_path).values()]
     assert losses_found[0] == pytest.approx(math.log(RUN["vocab_size"]), rel=0.05)
+
+
+@needs_gpu
+def test_gpu_run_of_a_class_that_it_examines_is_deterministic(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "in")
+    settings = {"init_from": str(tmp_path / "in"), "deterministic": True, "max_steps": 2}
+    settings |= {"max_seq_len": 32, "num_tokens": 0}
+    cache = str(tmp_path / "cache")
+    done = run_fsdp(tmp_path, config=settings, code=0, XDG_CACHE_HOME=cache)
+    assert "examining llama" in done.stderr

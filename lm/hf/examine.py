@@ -312,6 +312,7 @@ class Computation:
         device = choose_device(Launch.from_env(os.environ))
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            parallelize.set_cublas_workspace()  # for runs that are deterministic
         dtype = choose_dtype(kernels.amp_dtype, best_dtype(device))
         return cls(device, dtype or torch.float32, name)
 

@@ -342,10 +342,14 @@ def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) ->
         model.set_reshard_after_backward(is_last)
 
 
+def set_cublas_workspace() -> None:
+    """Let cuBLAS compute the same bits again. PyTorch reads this at the first product only."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def use_deterministic_kernels() -> None:
     """Let the same step compute the same bits again, in this process from now on."""
-    # cuBLAS reads it at its first product.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_cublas_workspace()
     torch.use_deterministic_algorithms(True)
     # Nothing reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore
