@@ -301,7 +301,7 @@ class Trainer:
         self.context_group = world.context_group(hp.parallel.context_parallel)
         # Global batch k holds the same samples on any number of ranks, each of which reads its
         # slice. Only streams (`dataset: hf`) are divided otherwise on another number of ranks:
-        # each data worker goes on after its share of the documents that were read.
+        # each data worker resumes after its share of the documents that were read.
         self.loader = Loader(
             hp.data,
             run.data,
@@ -404,7 +404,7 @@ class Trainer:
 
         Only before step 1, as checkpoints of later steps hold it. It takes a pass over the data, in
         which it is saved as often as the weights are later, and if the run is asked to stop; the
-        next start goes on from there.
+        next start resumes there.
         """
         if not self.objective.needs_preparation(self.step):
             return
