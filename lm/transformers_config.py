@@ -15,10 +15,10 @@ from lm.model_config import LinearLayers, ModelConfig, VocabSize
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a run computes a class with, where it is not the code of this project."""
+    """What a run computes a class with."""
 
     attention: str | None = None
-    """`attn_implementation`"""
+    """`attn_implementation`; None = attention of this project"""
     amp_dtype: str | None = "auto"
 
 
