@@ -215,6 +215,20 @@ def _variables_of_torchrun() -> set[bytes]:
         pid = _parent_pid(pid)
 
 
+def has_lost_torchrun() -> bool:
+    """Return whether this process, which torchrun started, has another parent: torchrun has ended.
+
+    Then the parent is what adopts orphans, e.g. init or a user's systemd, and no Python.
+    """
+    parent = os.getppid()
+    try:
+        if b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{parent}/environ").read_bytes():
+            return False  # a program in between, e.g. a shell script
+        return "python" not in str(Path(f"/proc/{parent}/exe").readlink())
+    except OSError:  # another user's, or no Linux
+        return parent == 1
+
+
 def launcher_pid() -> int:
     """Return the process that started this machine's ranks in a session each, as Hydra does.
 

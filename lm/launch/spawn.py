@@ -26,6 +26,7 @@ from typing import NoReturn
 from lm.errors import ConfigError, command, open_standard_streams
 from lm.launch.cleanup import clean_up
 from lm.launch.console import announce
+from lm.launch.launch import has_lost_torchrun
 from lm.launch.machine import has_gpu
 from lm.launch.requirements import print_exception
 from lm.launch.signals import handle_stop_signals
@@ -106,6 +107,8 @@ def die_with_torchrun() -> None:
     """If torchrun started this process, make the kernel send SIGTERM when it ends."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _ask_for_signal(signal.SIGTERM)
+        if has_lost_torchrun():
+            os._exit(128 + signal.SIGTERM)
 
 
 def _ask_for_signal(signum: int) -> None:
