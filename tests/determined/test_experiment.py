@@ -71,14 +71,12 @@ def test_trial_with_more_processes_than_slots_is_refused(master: Master, tmp_pat
 @pytest.mark.slow
 @in_containers
 def test_trial_without_slots_is_one_process(master: Master, tmp_path: Path) -> None:
-    config = trial.experiment(slots=0) | {"entrypoint": WITHOUT_LAUNCHER}
-    config |= {"min_validation_period": {"batches": 100}, "profiling": {"enabled": True}}
-    hyperparameters: Any = config["hyperparameters"]
-    hyperparameters.pop("core_api_profiler")
+    config = trial.experiment(slots=0, core_api_profiler=True) | {"entrypoint": WITHOUT_LAUNCHER}
+    config |= {"min_validation_period": {"batches": 100}}
     log = run(master, config, tmp_path)
     assert master.trials[1].state == "STATE_COMPLETED", log
     assert {m["step"] for m in master.metrics if m["group"] == "training"} == {3, 6, 9, 12}
-    assert {m["group"] for m in master.metrics} & PROFILER_GROUPS  # core_api_profiler
+    assert {m["group"] for m in master.metrics} & PROFILER_GROUPS
     (line,) = [line for line in log.splitlines() if line.startswith("min_validation_period")]
     assert '{"batches": 100}' in line
     assert "validation_rate" in line

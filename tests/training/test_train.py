@@ -124,7 +124,7 @@ def test_metric_of_the_searcher_that_no_validation_reports_is_refused(
     experiment = {"searcher": searcher, "hyperparameters": TINY}
     (tmp_path / "own.yaml").write_text(json.dumps(experiment))
     done = run_fsdp(tmp_path, "--config", "own.yaml", *option, code=2)
-    problem = "'validation_loss' is not in the validation reports; did you mean loss?"
+    problem = "'validation_loss' is not in the validation reports; use loss or perplexity"
     assert done.stderr == f"searcher.metric: {problem}\n"
     assert not (tmp_path / "runs").exists()
 
