@@ -236,10 +236,10 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # The units: the model, for what no other unit holds; one of the parameters that a class of
-    # transformers keeps in float32 in forward, of all blocks; the embedding, each block, the head.
-    # From the outside in, and each ignores what those after it will hold: FSDP would not find the
-    # float32 parameters in blocks that already were units.
+    # Three kinds of units: the whole model, for the parameters that no other unit holds; those that
+    # a class of the library transformers keeps in float32 in forward, wherever they are; and the
+    # embedding, each block and the head. FSDP finds no parameters in blocks that are units already,
+    # so units are made from the outside in, and ignore what later ones will hold.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     in_float32 = model.kept_in_float32(amp_dtype)
@@ -278,11 +278,11 @@ class Trainer:
         self.step = 0
         """completed steps"""
         self.data_start = 0
-        """those on earlier data: a branch reads other data from their first sample"""
+        """completed steps before a branch, which reads other data from their first sample"""
         self.stopping = False
-        """whether the ranks have agreed to stop: after this step, in an evaluation, or before"""
+        """whether the ranks have agreed to stop: in the preparation, a step or an evaluation"""
         self.at_stop_step = False
-        """whether that is due to `stop_at_step`, and nobody has asked for it"""
+        """whether they stop as `stop_at_step` says, and nobody has asked for it"""
         self.validation_loss: float | None = None
         """at this step, in nats per token; None = not validated"""
         self.sampled = False
@@ -364,9 +364,9 @@ class Trainer:
     def load_pretrained(self) -> None:
         """Load the weights of the Hugging Face model that `init_from` names, if it names one.
 
-        A checkpoint replaces them, unless they are the frozen base of adapters, which it does not
-        hold. No rank holds the whole model, except rank 0 for a class of transformers while it
-        sends the weights.
+        A checkpoint replaces them, so they are loaded only where there is none, or where they are
+        the frozen base of adapters, which checkpoints do not hold. No rank holds the whole model,
+        except rank 0 for a class of the library transformers while it sends the weights.
         """
         initial_weights = self.run.initial_weights
         if initial_weights.model is None:
@@ -402,9 +402,9 @@ class Trainer:
     def prepare_objective(self) -> None:
         """Compute what the objective needs of the initial weights: for DPO, its reference.
 
-        Only before step 1, as checkpoints of later steps hold it. It takes a pass over the data, in
-        which it is saved as often as the weights are later, and if the run is asked to stop; the
-        next start resumes there.
+        Only before step 1, as checkpoints of later steps hold it. This takes a pass over the data.
+        Every `checkpoint_rate` global batches, and if the run is asked to stop, what is there is
+        saved, and the next start resumes from it.
         """
         if not self.objective.needs_preparation(self.step):
             return
@@ -458,8 +458,8 @@ class Trainer:
     def train_steps(self, profiler_step: Callable[[], None] | None) -> None:
         """The training loop. `profiler_step` tells PyTorch's profiler that a step has ended."""
         batches = self.loader.training(self.step - self.data_start)
-        # `setup_environment` disabled automatic collection, which would stop the ranks at
-        # different times. `log_training` collects, and need not look at what exists now.
+        # Automatic collection is off since the start, as it would stop the ranks at different
+        # times. `log_training` collects, and need not look at what exists now.
         gc.freeze()
         self.evaluate_at_start()
         self.stop_where_configured()
@@ -522,6 +522,7 @@ class Trainer:
         weights and moments stay. The step still counts, but not in the reported loss and norm;
         `log_training` refuses too many consecutive ones.
         """
+        # DPO: before the first update, the model is its own reference, so all rewards are 0.
         self.objective.check_before_update(
             losses, batch.n_global_terms, self.world, self.run.amp_dtype, self.logger.info
         )
