@@ -482,7 +482,7 @@ def show_trials(master: Master, _body: None, query: Body, experiment: str) -> di
     return pages("trials", [show_trial(master, None, query, str(trial))["trial"] for trial in mine])
 
 
-def show_checkpoints(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
+def show_checkpoints(master: Master, _body: None, query: Body, trial: str) -> dict[str, Any]:
     experiment = master.experiments[master.trials[int(trial)].experiment - 1]
     training = {
         "trialId": int(trial),
@@ -494,6 +494,7 @@ def show_checkpoints(master: Master, _body: None, _query: Body, trial: str) -> d
         for c in master.checkpoints
         if c["taskId"] == master.trials[int(trial)].task
     ]
+    mine = [c for c in mine if c["state"] == query.get("states", c["state"])]
     return pages("checkpoints", mine)
 
 
@@ -686,10 +687,16 @@ def accept_status(master: Master, body: Body, _query: Body, trial: str) -> None:
 
 def accept_checkpoint(master: Master, body: Body, _query: Body) -> None:
     """Accept a checkpoint if the storage contains exactly the reported files."""
-    master._require_current(allocation=body["allocationId"], task=body["taskId"])
+    is_unmanaged = any(t.external and t.task == body["taskId"] for t in master.trials.values())
+    if not is_unmanaged:
+        master._require_current(allocation=body["allocationId"], task=body["taskId"])
     uuid.UUID(body["uuid"])
     require(body["state"] == "STATE_COMPLETED", "not completed")
     require(isinstance(body["metadata"]["steps_completed"], int), "no steps_completed")
+    if is_unmanaged:
+        require(body["resources"] and body["reportTime"], "no files, or no time")
+        master.checkpoints.append(dict(body))
+        return
     require(body["storageId"] == 1, "not in the storage")
     stored = master.files(body["uuid"])
     reported = {
@@ -700,6 +707,15 @@ def accept_checkpoint(master: Master, body: Body, _query: Body) -> None:
     require(reported == stored, f"the storage contains {stored}, reported was {reported}")
     with master._lock:
         master.checkpoints.append(dict(body))
+
+
+def change_checkpoints(master: Master, body: Body, _query: Body) -> None:
+    for change in body["checkpoints"]:
+        known = next((c for c in master.checkpoints if c["uuid"] == change["uuid"]), None)
+        require(known, f"no such checkpoint: {change['uuid']}")
+        assert known is not None
+        known["state"] = "STATE_DELETED"
+        known["resources"] = {}
 
 
 def accept_task_logs(master: Master, body: Body, _query: Body) -> None:
@@ -755,6 +771,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "POST /api/v1/trials/{trial}/early_exit": exit_early,
     "POST /api/v1/task/logs": accept_task_logs,
     "POST /api/v1/checkpoints": accept_checkpoint,
+    "PATCH /api/v1/checkpoints": change_checkpoints,
 }
 ROUTES = [
     (*call.split(" "), re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", call.partition(" ")[2]), action)
