@@ -39,7 +39,6 @@ from lm.objectives.dpo import DPO
 from lm.runtime.world import World
 from lm.training import parallelize, precision
 from model import Transformer, add_product
-from tests.support.hf import save_model
 from tests.support.hyperparameters import LLAMA_STYLE
 from tests.support.ranks import run_ranks
 from tests.support.runs import read_reports, run_fsdp
@@ -539,6 +538,9 @@ def test_gpu_without_a_c_compiler_trains_on_documents(tmp_path: Path) -> None:
 
 @needs_gpu
 def test_gpu_run_of_a_class_that_it_examines_is_deterministic(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.support.hf import save_model
+
     save_model("llama", tmp_path / "in")
     settings = {"init_from": str(tmp_path / "in"), "deterministic": True, "max_steps": 2}
     settings |= {"max_seq_len": 32, "num_tokens": 0}
