@@ -53,11 +53,7 @@ from lm.data.loader import Batch, Loader
 from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
-from lm.determined.experiment import (
-    check_fork,
-    check_processes,
-    unread_keys,
-)
+from lm.determined.experiment import check_fork, check_processes, unread_keys
 from lm.determined.search import SearchStop
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
@@ -406,7 +402,8 @@ class Trainer:
         Every `checkpoint_rate` global batches, and if the run is asked to stop, what is there is
         saved, and the next start resumes from it.
         """
-        if not self.objective.needs_preparation(self.step):
+        is_missing = self.objective.begin_session(self.step)
+        if not is_missing:
             return
         micro_steps = count_micro_steps(self.hp, self.world.size)
         batches_per_save = self.hp.checkpoint.checkpoint_rate * micro_steps

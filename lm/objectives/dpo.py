@@ -68,8 +68,8 @@ class DPO(Objective):
         """Replies whose log ref is unknown."""
         return int((self.reference > 0).sum())
 
-    def needs_preparation(self, step: int) -> bool:
-        """Return whether a log ref is missing.
+    def begin_session(self, step: int) -> bool:
+        """Note whether the weights are the initial ones. Return whether a log ref is missing.
 
         Raises:
             ConfigError: one is missing after steps, which have changed the weights.

@@ -50,8 +50,8 @@ class Objective:
         """Return the live state tensors, equal on every rank: by default none."""
         return {}
 
-    def needs_preparation(self, step: int) -> bool:  # noqa: ARG002
-        """Return whether `prepare` has to be called, in a session that continues after `step`."""
+    def begin_session(self, step: int) -> bool:  # noqa: ARG002
+        """Begin a session after step `step`. Return whether `prepare` has to be called."""
         return False
 
     def prepare(
