@@ -78,6 +78,8 @@ def test_links_of_pages_exist(page: Path) -> None:
             linked = page.parent / name if name else page
             assert linked.exists(), target
             assert not anchor or anchor in anchors(linked), target
+    for name, file in re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", page.read_text()):
+        assert f"def {name}(" in (page.parent / file).read_text(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
