@@ -54,6 +54,16 @@ def test_folder_that_appears_meanwhile_is_kept_or_an_error(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_lock_file_that_cannot_be_deleted_does_not_fail_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    lock = tmp_path / ".x.lock"
+    with writing(path), drafted(path) as draft:
+        (draft / "a").write_text("new")
+        lock.unlink()
+        lock.mkdir()
+    assert read(path) == ["new"]
+
+
 def test_disk_without_the_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="disk full: 1,000,000,000,000,000,000 bytes are needed"):
         write(tmp_path / "x", "new", n_bytes=10**18)
