@@ -294,8 +294,10 @@ def problem(scenario: Scenario, expected: Any, folder: Path, fault: str, outcome
     if outcome.code == 0 and scenario.result(folder) != expected:
         return "exit code 0, but another result"
     again = call(folder, scenario.command)
-    is_complete = outcome.code == 0 and "already exists" in again.stderr
-    if again.code and not is_complete:
+    was_complete = (
+        outcome.code <= 0 and "already exists" in again.stderr
+    )  # nothing failed, or a kill
+    if again.code and not was_complete:
         return f"the rerun ended with {again.code}: {again.stderr}"
     if scenario.result(folder) != expected:
         return "the rerun has another result"
