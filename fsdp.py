@@ -11,10 +11,8 @@ build_model     the model, wrapped with `fully_shard`
 Trainer         the parts of a run, and what is done with them; `train_steps` is the training loop
 
 Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks, a session
-the time of a run in one process. A run that only validates and samples has `max_steps` 0: its loop
-takes no step, and it saves nothing. A checkpoint is pending from `save`, which starts a thread on
-every rank, to `commit`, by which all ranks know that it is complete; meanwhile a rank may still be
-writing.
+the time of a run in one process. A rate is a number of steps. A run that only validates and samples
+has `max_steps` 0: its loop takes no step, and it saves nothing.
 """
 
 from __future__ import annotations
@@ -122,17 +120,15 @@ def read_job(args: Namespace, launch: Launch) -> Job:
 def train_together(job: Job, world: World) -> int:
     """Open the Core API context and the run's checkpoints, and run. Return the exit code.
 
-    ConfigError     exit code 2: the user mends it
-    other RunError  exit code 1; also of errors of PyTorch, e.g. out of memory or a lost rank, which
-                    `world` and `watchdog` replace by one that says what to do
+    ConfigError     exit code 2: something that the user has set is wrong
+    other RunError  exit code 1; errors of PyTorch, e.g. a lost rank or no memory, become one that
+                    says what to do: by `world`, `watchdog` and `explaining_out_of_memory`
     anything else   a bug: ends the process with a traceback
 
-    If a rank fails, the others end with its error. A rank that waits in a collective for longer
-    than `collective_timeout` names the rank that hangs, and ends; that one prints its stacks.
-
-    No error saves. A restart resumes from the newest checkpoint whose files are all written, even
-    if it was not committed yet; what a save has left incomplete is deleted. Until `load_state`
-    returns, nothing of an earlier run is moved or deleted.
+    If a rank fails, the others end with its error as soon as they wait for it. If a rank hangs,
+    those that wait for it longer than `collective_timeout` name it and end, and it prints the
+    stacks of its threads. An error saves nothing: the next start resumes from the newest complete
+    checkpoint.
     """
     watchdog = Watchdog(
         world.rendezvous_store, world.rank, world.size, job.hp.run.collective_timeout
@@ -157,8 +153,9 @@ def train_together(job: Job, world: World) -> int:
             store.close(world)
             return code
     except RunError as error:
+        # Collectives have ended; the key-value store by which the ranks met still answers.
         record_error(error)
-        if error.rank_local or world.rank == 0:  # what all ranks know, rank 0 prints
+        if error.rank_local or world.rank == 0:  # an error that all ranks have, rank 0 prints
             print(error, file=sys.stderr)
             watchdog.publish_error(error)  # for ranks that lose the connection to this one
         if store is not None:
@@ -180,11 +177,10 @@ def execute(
     if job.trial is not None:
         world.run_in_thread_on_rank0(check_fork, core_context.train, job.trial, job.hp.to_flat())
     run = preflight(job, amp_dtype, world, store)
-    # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
-    if run.is_complete(store, world):
+    if run.announce_if_complete(store, world):  # with how to extend it; it refuses another run
         return 0
     if job.dry_run:
-        world.on_rank0(run.memory.print_step)
+        world.on_rank0(run.memory.print_plan)
         return 0
     directory = None if run.run_dir is None else run.run_dir.path
     with (
@@ -205,16 +201,17 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
     Args:
         mesh: of the dimensions "replicate", if there are several replicas, and "shard".
         amp_dtype: of the parameters that are gathered, of forward and of backward; None = float32.
-            The shards, which the optimizer updates, are float32.
+            The shards, which the optimizer updates, are float32; the frozen base of adapters has
+            shards of this dtype, too.
     """
     if hp.parallel.deterministic:
         parallelize.use_deterministic_kernels()
     with torch.device("meta"):
         model = new_model(hp.model, dropout=not hp.objective.of_pairs)
         model = lora.add_adapters(model, hp.lora, amp_dtype)
-    # In this order: the compiler has to see what is recomputed, and offloading what compiled blocks
-    # save. Each replaces the `forward` of the blocks, not the blocks, so parameters keep their
-    # names. FSDP, below, gathers the weights of a block before all of it.
+    # In this order: the compiler has to see the float8 products and what is recomputed, and
+    # offloading what compiled blocks save. Each replaces the `forward` of modules, not the modules,
+    # so parameters keep their names. FSDP, below, gathers the weights of a block before all of it.
     parallelize.apply_float8(model, hp.precision.float8, hp.parallel, mesh)
     parallelize.apply_activation_checkpointing(model, hp.parallel.activation_checkpointing)
     parallelize.apply_compile(model, hp.parallel, hp.precision.float8, mesh)
@@ -223,7 +220,8 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=amp_dtype,
-            # In which gradients are accumulated and reduced: by default float32.
+            # In which a rank adds the gradients of its micro-batches, and the ranks theirs: by
+            # default float32. What is reduced already (sync_each_micro_step) is added in float32.
             reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),
             # Embeddings already have the dtype of forward, and rotary angles have to stay float32.
             cast_forward_inputs=False,
@@ -232,20 +230,22 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # Three kinds of units: the whole model, for the parameters that no other unit holds; those that
-    # a class of the library transformers keeps in float32 in forward, wherever they are; and the
-    # embedding, each block and the head. FSDP finds no parameters in blocks that are units already,
-    # so units are made from the outside in, and ignore what later ones will hold.
+    # Every parameter is in one unit, whose parameters are gathered together. In this order:
+    #   1. the whole model, for the parameters that are in no other unit
+    #   2. what a class of transformers keeps in float32 in forward: parameters of many modules
+    #   3. the embedding, each block, and the head
+    # 2 comes before 3, as FSDP does not look for parameters in modules that are units already. Each
+    # ignores what is in the others.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     in_float32 = model.kept_in_float32(amp_dtype)
     fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
     parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    in_float32 = model.kept_in_float32(amp_dtype)  # the DTensors that have replaced them
+    in_float32 = model.kept_in_float32(amp_dtype)  # again: DTensors have replaced them
     for unit in units:
         fully_shard(unit, **fsdp_options, ignored_params=in_float32)
-    parallelize.tune_gathers(model)
-    parallelize.tune_reductions(model, hp.parallel, mesh)
+    parallelize.skip_needless_gathers(model)
+    parallelize.reduce_in_place_on_one_rank(model, hp.parallel, mesh)
     model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
     return model
 
@@ -346,6 +346,8 @@ class Trainer:
 
         `preflight` has listed the candidates, newest first. One whose files do not match their
         checksums is skipped, and the next one is loaded; if all are damaged, the run is refused.
+        What an earlier run has left is moved aside after all is loaded; a save that was killed is
+        deleted by the next one.
         """
         run = self.run
         log = self.logger.info
@@ -416,12 +418,12 @@ class Trainer:
                     self.save_prepared()
             if self.stopping and n_batches % batches_per_save > 0:  # else it has just been saved
                 self.save_prepared()
-        self.accumulator.reset()  # again: no step has begun
+        self.accumulator.reset()  # the preparation is no time of steps
 
     def save_prepared(self) -> None:
         """Save what the objective has prepared so far, with the initial weights."""
         self.objective.exchange(self.world)
-        self.accumulator.reset()  # again: no step has begun
+        self.accumulator.reset()  # the preparation is no time of steps
         self.save(wait=True)
 
     def train(self) -> None:
@@ -456,7 +458,7 @@ class Trainer:
         """The training loop. `profiler_step` tells PyTorch's profiler that a step has ended."""
         batches = self.loader.training(self.step - self.data_start)
         # Automatic collection is off since the start, as it would stop the ranks at different
-        # times. `log_training` collects, and need not look at what exists now.
+        # times. `log_training` collects; what exists now is excluded, as it stays to the end.
         gc.freeze()
         self.evaluate_at_start()
         self.stop_where_configured()
@@ -505,7 +507,7 @@ class Trainer:
             # FSDP reduces gradients after the last one, or after each with sync_each_micro_step.
             parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
             losses = self.objective.losses(self.model, micro_batch)
-            # Minimized, but not reported as the loss: the balance loss of a mixture of experts.
+            # The loss, and that of a mixture's balance, which is not reported as loss.
             (losses.minimized_sum * (self.scaler.scale * sums_to_mean)).backward()
             loss_sum += losses.loss_sum.detach()
             statistics += losses.statistics
@@ -516,8 +518,9 @@ class Trainer:
         """Clip the gradients, take the optimizer step, and count it, all on the device.
 
         If a gradient of any rank is inf or NaN, or the loss or the norm a spike (`skip_spikes`),
-        weights and moments stay. The step still counts, but not in the reported loss and norm;
-        `log_training` refuses too many consecutive ones.
+        weights and moments stay, and in float16 an inf or NaN halves the scale of the loss. The
+        step still counts, but not in the reported loss and norm; `log_training` ends the run after
+        `skip_nonfinite` consecutive ones.
         """
         # DPO: before the first update, the model is its own reference, so all rewards are 0.
         self.objective.check_before_update(
@@ -583,15 +586,15 @@ class Trainer:
         return self.step > 0 and self.step % rate == 0
 
     def evaluate_at_start(self) -> None:
-        """Evaluate before the first step what is due at step `self.step` and was not done.
+        """Evaluate, before the first step of the session, what is due and was not done before.
 
-        A stop has prevented it, or the run only evaluates (`max_steps: 0`). If a checkpoint is due,
-        too, the step is saved again with the results, or else every later start from it would
-        evaluate once more.
+        That is the case after a stop in an evaluation, with rates that have changed, and in a run
+        that only evaluates (`max_steps: 0`). If a checkpoint is due, too, the step is saved again
+        with the results, or else every later start from it would evaluate once more.
         """
-        in_checkpoint = self.validation_loss, self.sampled
+        before = self.validation_loss, self.sampled
         self.evaluate()
-        has_evaluated = (self.validation_loss, self.sampled) != in_checkpoint
+        has_evaluated = (self.validation_loss, self.sampled) != before
         is_due = self.stopping or self.is_due_or_last(self.hp.checkpoint.checkpoint_rate)
         if has_evaluated and is_due:
             self.save(wait=True)
@@ -694,9 +697,11 @@ class Trainer:
     def save(self, wait: bool) -> None:
         """Commit the pending checkpoint, if any, and start to save; `wait` commits this one, too.
 
-        Every rank writes its shards to a file, which the store saves through Core API's checkpoint
-        context. When all files are complete, rank 0 deletes old checkpoints, except the newest
-        `keep_checkpoints` and the best by validation loss.
+        Every rank copies its shards and starts a thread, which writes them to a file; the store
+        saves the files through Core API's checkpoint context. When all are complete, rank 0 deletes
+        old checkpoints in its thread, except the newest `keep_checkpoints` and the best by
+        validation loss. The checkpoint is pending until `commit`, by which all ranks know that it
+        is complete.
         """
         if not self.run.trains:  # nothing to resume
             return
@@ -739,8 +744,8 @@ class Trainer:
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:
                     code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
-                # To Determined, exit code 0 after this means that the trial resumes later, and
-                # without it, in the two cases above, that it is complete. Off the cluster, a no-op.
+                # Exit code 0 tells Determined that the trial is complete, as in both cases above;
+                # after this call, that it resumes later. Off the cluster, the call does nothing.
                 if self.world.rank == 0:
                     self.core_context.preempt.acknowledge_preemption_signal()
             self.logger.info(f"stopped after step {self.step}/{self.run.max_steps} {reason}")

@@ -605,7 +605,7 @@ def _add_rounded_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 CHANGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "in place": (parallelize, "tune_reductions", lambda *_: None),
+    "in place": (parallelize, "reduce_in_place_on_one_rank", lambda *_: None),
     "gather": (float8, "gathers_in_float8", lambda *_: False),
     "head in float32": (model, "add_product", _add_rounded_product),
 }

@@ -178,7 +178,7 @@ class MemoryCheck:
         remedies.append("a smaller model")
         raise ConfigError(f"out of memory: {self.describe()}; use {', or '.join(remedies)}")
 
-    def print_step(self) -> None:
+    def print_plan(self) -> None:
         """Print what a step needs by part. Takes seconds, in another process.
 
         Raises:

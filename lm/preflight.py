@@ -45,8 +45,8 @@ from lm.memory import MemoryCheck, check_memory
 from lm.metrics.device import peak_flops
 from lm.resume import (
     ResumePlan,
+    announce_if_complete,
     describe_lost_progress,
-    is_complete,
     plan_resume,
 )
 from lm.runtime.run_dir import RunDir
@@ -198,10 +198,10 @@ class ResolvedRun:
             return None
         return flops / peak
 
-    def is_complete(self, store: CheckpointStore, world: World) -> bool:
+    def announce_if_complete(self, store: CheckpointStore, world: World) -> bool:
         """Return whether nothing is left to do; if so, print how to extend the run."""
         samples = self.sample_rate is not None
-        return is_complete(
+        return announce_if_complete(
             self.resume_plan, store, self.manifest_info, self.max_steps, samples, world
         )
 

@@ -1,9 +1,9 @@
 """Resume a run: find its checkpoints, and load the first that is intact.
 
-plan_resume       on rank 0, before the model is built: the checkpoints to load, best first
-is_complete       on all ranks: whether the run is already complete
-load_checkpoint   on all ranks: load the first checkpoint of the plan that is intact
-require_same_run  what must be equal in a checkpoint and in the run that resumes from it
+plan_resume           on rank 0, before the model is built: the checkpoints to load, best first
+announce_if_complete  on all ranks: whether the run is already complete
+load_checkpoint       on all ranks: load the first checkpoint of the plan that is intact
+require_same_run      what must be equal in a checkpoint and in the run that resumes from it
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _locate(key: str, where: str, store: CheckpointStore) -> Location:
         return locate_checkpoint(where, WEIGHTS if key == "init_from" else PARTS)
 
 
-def is_complete(
+def announce_if_complete(
     plan: ResumePlan,
     store: CheckpointStore,
     run_info: RunInfo,
@@ -205,7 +205,7 @@ def is_complete(
 def find_complete(
     plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool
 ) -> Manifest | None:
-    """Return the manifest of the newest checkpoint if nothing is left to do; see `is_complete`."""
+    """Return the manifest of the newest checkpoint if nothing is left to do, else None."""
     if not plan.may_be_complete or max_steps == 0:
         return None
     manifest = store.read_manifest(plan.resume_candidates[0])

@@ -278,7 +278,7 @@ def shard_in_float32(
     fully_shard(base, **options, ignored_params=set(base.parameters()) - kept)
 
 
-def tune_gathers(model: AnyModel) -> None:
+def skip_needless_gathers(model: AnyModel) -> None:
     """Let a sharded model gather nothing again that backward has already, or does not need."""
     # Backward starts with the root and the head, so resharding them after forward is of no use.
     assert isinstance(model, FSDPModule)
@@ -316,7 +316,7 @@ class ReduceInPlace:
         raise AssertionError("one rank has nothing to reduce")
 
 
-def tune_reductions(model: AnyModel, config: ParallelConfig, mesh: DeviceMesh) -> None:
+def reduce_in_place_on_one_rank(model: AnyModel, config: ParallelConfig, mesh: DeviceMesh) -> None:
     """Let a single rank reduce its gradients in place."""
     # With `sync_each_micro_step`, FSDP adds the output to the gradients of the micro-steps before
     # after it has recorded that the input is free.

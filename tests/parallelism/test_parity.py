@@ -481,7 +481,7 @@ def test_one_rank_reduces_in_place_to_equal_bits(
     assert len(allocated) == 2 * len(buffers)  # an input and an output of each unit
     assert {each.untyped_storage().data_ptr() for each in found.values()} == buffers
 
-    monkeypatch.setattr(parallelize, "tune_reductions", lambda *_: None)
+    monkeypatch.setattr(parallelize, "reduce_in_place_on_one_rank", lambda *_: None)
     copied = in_world(lambda world: _gradients(world, sharding, amp_dtype, n_micro_steps))
     assert all(torch.equal(found[name], gradient) for name, gradient in copied.items())
 
