@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,46 +24,66 @@ LORA = "lora_rank=3"
 INIT = "init_from=models"
 
 
-def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """Run Python with `arguments`, and return which packages it imported."""
-    command = [sys.executable, "-X", "importtime", *arguments]
-    done = subprocess.run(
-        command,
+@dataclass(frozen=True)
+class Answer:
+    """What a command has printed, its exit code, and whether it has imported PyTorch."""
+
+    code: int
+    stdout: str
+    stderr: str
+    has_torch: bool
+
+
+FORK_EACH = """
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import lm.config.reading  # which most commands import
+
+for number, (program, *arguments) in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(f"{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = [program, *arguments]
+        try:
+            if program.endswith(".py"):
+                runpy.run_path(program, run_name="__main__")
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        finally:
+            if "torch" in sys.modules:
+                Path(f"{number}.torch").touch()
+    status = os.wait()[1]
+    Path(f"{number}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+"""
+"""Runs commands one after the other, each in a fork of this process."""
+
+
+def answers_to(folder: Path, commands: Sequence[Sequence[str]]) -> list[Answer]:
+    """Run commands in `folder`: modules or Python files with their arguments."""
+    subprocess.run(
+        [sys.executable, "-c", FORK_EACH, json.dumps(commands)],
         cwd=folder,
         env={"PYTHONPATH": str(REPOSITORY), "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
+        check=True,
     )
-    imported = set(re.findall(r"^import time: .*\| +(\w+)$", done.stderr, re.MULTILINE))
-    return done, imported
+    answers: list[Answer] = []
+    for number in range(len(commands)):
+        code = int((folder / f"{number}.code").read_text())
+        stdout, stderr = [(folder / f"{number}.{stream}").read_text() for stream in (1, 2)]
+        answers.append(Answer(code, stdout, stderr, (folder / f"{number}.torch").exists()))
+    return answers
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [FSDP, "--help"],
-        ["-m", "lm"],
-        ["-m", "lm.config"],
-        ["-m", "lm.config", "lr"],
-        ["-m", "lm.config", "--presets"],
-        ["-m", "lm.search", "--help"],
-        ["-m", "lm.prepare", "--help"],
-        ["-m", "lm.report", "--help"],
-        ["-m", "lm.launch", "--help"],
-        ["-m", "lm.generate", "--help"],
-        ["-m", "lm.evaluate", "--help"],
-        ["-m", "lm.plan", "--help"],
-        ["-m", "lm.hf", "--help"],
-        ["-m", "lm.checkpoint", "--help"],
-    ],
-    ids=" ".join,
-)
-def test_answers_need_no_pytorch(arguments: list[str], tmp_path: Path) -> None:
-    done, imported = run(tmp_path, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert "torch" not in imported
+def test_answers_need_no_pytorch(tmp_path: Path) -> None:
+    names = "report search prepare launch generate evaluate plan hf checkpoint"
+    commands = [[f"lm.{name}", "--help"] for name in names.split()]
+    commands += [[FSDP, "--help"], ["lm"], ["lm.config"], ["lm.config", "--presets"]]
+    for command, answer in zip(commands, answers_to(tmp_path, commands), strict=True):
+        assert (answer.code, answer.stderr, answer.has_torch) == (0, "", False), command
+        assert answer.stdout, command
 
 
 def test_list_of_commands_has_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,80 +93,58 @@ def test_list_of_commands_has_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(names) == [f"lm.{name}" for name in commands.split()]
 
 
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        ("lm.generate run --prompt a --top-k 0", "--top-k: 0 must be 1 or more"),
-        ("lm.evaluate run --tasks a --limit 0", "--limit: 0 must be 1 or more"),
-        ("lm.hf export run out --dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        ("lm.config --keys", "unrecognized arguments: --keys"),
-        ("lm.report", "the following arguments are required: RUN"),
-        ("lm.plan --gpu h1000", "--gpu: invalid choice: 'h1000'"),
-        (f"lm.plan --config {QUICKSTART} lrr=1", "argument lrr: no such hyperparameter"),
-        ("lm.plan --config quick.yaml", "quick.yaml: No such file or directory"),
-    ],
-    ids=lambda value: value.split()[0],
-)
-def test_wrong_arguments_of_commands_are_refused_before_pytorch(
-    command: str, problem: str, tmp_path: Path
-) -> None:
-    done, imported = run(tmp_path, "-m", *command.split())
-    assert done.returncode == 2
-    assert problem in done.stderr
-    assert "torch" not in imported
+def test_wrong_arguments_of_commands_are_refused_before_pytorch(tmp_path: Path) -> None:
+    problems = {
+        "lm.generate run --prompt a --top-k 0": "--top-k: 0 must be 1 or more",
+        "lm.evaluate run --tasks a --limit 0": "--limit: 0 must be 1 or more",
+        "lm.hf export run out --dtype int8": "argument --dtype: invalid choice: 'int8'",
+        "lm.config --keys": "unrecognized arguments: --keys",
+        "lm.report": "the following arguments are required: RUN",
+        "lm.plan --gpu h1000": "--gpu: invalid choice: 'h1000'",
+        f"lm.plan --config {QUICKSTART} lrr=1": "argument lrr: no such hyperparameter",
+        "lm.plan --config quick.yaml": "quick.yaml: No such file or directory",
+    }
+    answers = answers_to(tmp_path, [command.split() for command in problems])
+    for answer, problem in zip(answers, problems.values(), strict=True):
+        assert (answer.code, answer.has_torch) == (2, False), answer
+        assert problem in answer.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([QUICKSTART, "lrr=1"], "argument lrr: no such hyperparameter; did you mean lr?"),
-        ([QUICKSTART, "lr=fast"], 'argument lr: "fast" is not a number > 0'),
-        ([QUICKSTART, "n_heads=7"], "argument n_heads: 7 does not divide"),
-        ([QUICKSTART, LORA, "optimizer=adamw"], "lora_rank: adapters of rank 3 need weights"),
-        ([QUICKSTART, "lr=0", INIT], "argument lr: 0 is not a number > 0"),
-        (["quick.yaml"], "No such file or directory"),
-    ],
-    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
-)
-def test_wrong_command_line_is_refused_before_pytorch(
-    arguments: list[str], problem: str, tmp_path: Path
-) -> None:
-    done, imported = run(tmp_path, FSDP, "--config", *arguments)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert len(lines) == 1
-    assert problem in lines[0]
-    assert "torch" not in imported
+def test_wrong_command_line_is_refused_before_pytorch(tmp_path: Path) -> None:
+    problems = {
+        f"{QUICKSTART} lrr=1": "argument lrr: no such hyperparameter; did you mean lr?",
+        f"{QUICKSTART} n_heads=7": "argument n_heads: 7 does not divide",
+        f"{QUICKSTART} {LORA} optimizer=adamw": "lora_rank: adapters of rank 3 need weights",
+        f"{QUICKSTART} lr=0 {INIT}": "argument lr: 0 is not a number > 0",
+        "quick.yaml": "No such file or directory",
+    }
+    commands = [[FSDP, "--config", *arguments.split()] for arguments in problems]
+    for answer, problem in zip(answers_to(tmp_path, commands), problems.values(), strict=True):
+        assert (answer.code, answer.has_torch) == (2, False), answer
+        (line,) = answer.stderr.splitlines()
+        assert problem in line
 
 
 def test_checkpoints_are_listed_without_pytorch(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     write_checkpoint(tmp_path / "checkpoints" / "18f2b7b9-8fae-4f32-a9f4-3a0d1b8d8f2c")
-    done, imported = run(tmp_path, "-m", "lm.checkpoint", "list", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "step " in done.stdout
-    assert "torch" not in imported
+    (answer,) = answers_to(tmp_path, [["lm.checkpoint", "list", str(tmp_path)]])
+    assert (answer.code, answer.stderr, answer.has_torch) == (0, "", False)
+    assert "step " in answer.stdout
 
 
+@pytest.mark.slow
 def test_search_without_pytorch_finds_its_best_trial(tmp_path: Path) -> None:
-    """Its trials are processes with PyTorch; it reads the hyperparameters, data and results."""
+    """Its trial is a process with PyTorch; it reads the hyperparameters, data and results."""
+    text = {"dataset": "text", "max_steps": 1, "num_tokens": 0, "vocab_size": 257}
     experiment = {
-        "searcher": {"name": "grid", "metric": "loss"},
-        "hyperparameters": TINY
-        | {
-            "dataset": "text",
-            "lr": {"type": "categorical", "vals": [1e-3, 0]},
-            "max_steps": 1,
-            "num_tokens": 0,
-            "vocab_size": 257,
-        },
+        "searcher": {"name": "single", "metric": "loss"},
+        "hyperparameters": TINY | text | {"validation_batches": 1},
     }
-    (tmp_path / "few.yaml").write_text(yaml.safe_dump(experiment))
-    done, imported = run(tmp_path, "-m", "lm.search", "few.yaml", "validation_batches=1")
-    assert done.returncode == 0, done.stderr
-    assert "best: trial-" in done.stdout
-    assert "failed: " in done.stdout
-    assert "torch" not in imported
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(experiment))
+    (answer,) = answers_to(tmp_path, [["lm.search", "one.yaml"]])
+    assert (answer.code, answer.has_torch) == (0, False), answer
+    assert "best: trial-0" in answer.stdout
 
 
 INTERRUPTED = """
