@@ -50,6 +50,7 @@ ASHA: dict[str, Any] = {
     "max_rungs": 2,
 }
 RANDOM: dict[str, Any] = {"name": "random", "metric": "loss", "max_trials": 2}
+SINGLE: dict[str, Any] = {"name": "single", "metric": "loss"}
 SMALL: dict[str, Any] = TINY | {
     "n_layers": 1,
     "max_steps": 8,
@@ -405,12 +406,12 @@ def test_search_is_extended_but_not_changed() -> None:
     assert "trial-1 starts" not in output
 
 
-@pytest.mark.slow
 def test_search_with_a_larger_metric_prefers_it() -> None:
     Path("own.jsonl").write_text(json.dumps({"context": "a", "choices": ["b", "c"], "gold": 0}))
     write_data()
     searcher = RANDOM | {"metric": "eval_own_acc", "smaller_is_better": False}
-    write_experiment(searcher, SMALL | TEXT | {"eval_tasks": ["own.jsonl"], "max_steps": 2})
+    tasks = {"lr": 0.01, "eval_tasks": ["own.jsonl"], "max_steps": 2}
+    write_experiment(searcher, SMALL | TEXT | tasks)
     output, _ = finish(start(Path.cwd()))
     trials = read_trials()
     best = max(trials, key=lambda trial: (trial.value or 0, -trial.number))
@@ -423,8 +424,6 @@ def test_search_ends_where_its_data_change() -> None:
     write_data()
     write_experiment(RANDOM, SMALL | TEXT)
     finish(start(Path.cwd(), "searcher.max_trials=1"))
-    Path("val.txt").unlink()
-    assert "val_data: " in finish(start(Path.cwd()), ConfigError.exit_code)[1]
     Path("val.txt").write_text("other text " * 3000)
     _, errors = finish(start(Path.cwd()), ConfigError.exit_code)
     (line,) = errors.splitlines()
@@ -432,7 +431,6 @@ def test_search_ends_where_its_data_change() -> None:
     assert "delete runs/tiny/trial-1, and run the same command again" in line
     assert read_trials()[1].state == TrialState.RUNNING
     write_data()
-    assert line in finish(start(Path.cwd()), ConfigError.exit_code)[1]
     shutil.rmtree("runs/tiny/trial-1")
     finish(start(Path.cwd()))
     assert {trial.state for trial in read_trials()} == {TrialState.COMPLETE}
@@ -442,7 +440,7 @@ def test_search_ends_where_its_data_change() -> None:
 @pytest.mark.slow
 def test_search_ends_where_a_trial_does_not_resume() -> None:
     write_data()
-    write_experiment(RANDOM, SMALL | TEXT | {"max_steps": 4000, "checkpoint_rate": 1})
+    write_experiment(SINGLE, SMALL | TEXT | {"lr": 0.01, "max_steps": 4000, "checkpoint_rate": 1})
     search = start(Path.cwd())
     wait_until(lambda: list(Path("runs/tiny/trial-0").glob("checkpoints/*/manifest.json")))
     search.kill()
@@ -456,7 +454,7 @@ def test_search_ends_where_a_trial_does_not_resume() -> None:
 
 @pytest.mark.slow
 def test_search_restarts_a_trial_that_was_killed() -> None:
-    write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01, "max_steps": 300})
+    write_experiment(SINGLE, SMALL | {"lr": 0.01, "max_steps": 300, "validation_rate": 300})
     search = start(Path.cwd())
     trial = Path("runs/tiny/trial-0")
     wait_until((trial / "metrics.jsonl").exists)
@@ -468,23 +466,23 @@ def test_search_restarts_a_trial_that_was_killed() -> None:
 
 @pytest.mark.slow
 def test_search_without_a_result_names_the_reasons() -> None:
-    write_experiment(RANDOM, SMALL | {"lr": 1e15})  # diverges
+    write_experiment(SINGLE, SMALL | {"lr": 1e15})  # diverges
     _, errors = finish(start(Path.cwd()), RunError.exit_code)
     assert "no trial is complete" in errors
-    assert {trial.state for trial in read_trials()} == {TrialState.FAIL}
-    assert all(trial.user_attrs["problem"] for trial in read_trials())
+    (trial,) = read_trials()
+    assert trial.state == TrialState.FAIL
+    assert trial.user_attrs["problem"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
-    write_experiment(RANDOM, SMALL | {"max_steps": 4000, "validation_rate": 4000})
+def test_search_stops_and_saves_on_a_signal() -> None:
+    write_experiment(RANDOM, SMALL | {"lr": 0.01, "max_steps": 4000, "validation_rate": 4000})
     search = start(Path.cwd())
     metrics = Path("runs/tiny/trial-0/metrics.jsonl")
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     second = start(Path.cwd())
     assert "in use" in finish(second, RunError.exit_code)[1]
-    search.send_signal(signum)
+    search.send_signal(signal.SIGTERM)
     output, _ = finish(search)
     assert "rerun the same command" in output
     assert list(Path("runs/tiny/trial-0/checkpoints").glob("*/manifest.json"))
