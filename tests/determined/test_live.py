@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -89,10 +88,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     master = Master(folder / "storage")
 
     def start(experiment: Experiment) -> None:
-        # That of `done` starts interpreters, which import what is uploaded.
-        how = {"fork": experiment.id > 1}
-        run = partial(trial.run_experiment, master, experiment, folder, **how)
-        Thread(target=run, daemon=True).start()
+        Thread(target=trial.run_experiment, args=(master, experiment, folder), daemon=True).start()
 
     master.on_experiment = start
     with pytest.MonkeyPatch.context() as patch:
@@ -309,10 +305,10 @@ ASHA = {
     "max_time": 200,
     "max_rungs": 2,  # steps 50 and 200
     "divisor": 4,
-    "max_concurrent_trials": 4,
+    "max_trials": 6,
+    "max_concurrent_trials": 1,  # one after the other: their losses tell which ones survive
 }
 LENGTHS = {"max_steps": 200, "report_rate": 10, "validation_rate": 50, "checkpoint_rate": 50}
-SHORT = {"max_steps": 20, "report_rate": 10, "validation_rate": 10, "checkpoint_rate": 10}
 
 
 REFUSED = 1.5
@@ -325,10 +321,8 @@ def test_live_search_stops_its_losers_and_survives_refused_points(
     cluster: Cluster, tell: Tell
 ) -> None:
     lr = {"type": "log", "base": 10, "minval": -4, "maxval": -1}
-    # One trial after the other: which ones survive follows from their losses.
-    searcher = ASHA | {"max_trials": 6, "max_concurrent_trials": 1}
-    runs = search(cluster, searcher, lr=lr, weight_decay=0.1, **POINTS, **LENGTHS)
-    trained = check_points(runs, 6)
+    runs = search(cluster, ASHA, lr=lr, weight_decay=0.1, **POINTS, **LENGTHS)
+    trained = check_points(runs)
     kept = {number: step for number, step in trained.items() if step}
     expected: dict[int, int] = {}
     best = math.inf
@@ -344,17 +338,9 @@ def test_live_search_stops_its_losers_and_survives_refused_points(
     tell(f"search: trials trained {[*trained.values()]} steps (0: refused); {total}")
 
 
-@pytest.mark.slow
-def test_live_grid_survives_refused_points(cluster: Cluster, tell: Tell) -> None:
-    searcher = {"name": "grid", "max_concurrent_trials": 2}
-    runs = search(cluster, searcher, lr=1.0e-3, weight_decay=0.1, **POINTS, **SHORT)
-    trained = check_points(runs, 2)
-    tell(f"grid: trials trained {[*trained.values()]} steps (0: refused)")
-
-
-def check_points(runs: dict[int, client.Trial], n_trials: int) -> dict[int, int]:
+def check_points(runs: dict[int, client.Trial]) -> dict[int, int]:
     """Return the steps that each trial trained; refused points trained none and are in ERROR."""
-    assert len(runs) == n_trials
+    assert len(runs) == ASHA["max_trials"]
     trained = {}
     for number, run in runs.items():
         shown = shown_trial(run)

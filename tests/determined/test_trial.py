@@ -429,7 +429,7 @@ training = Loader.training
 
 def allocate_too_much(self, start):
     for step, batch in enumerate(training(self, start), start):
-        if rank == {victim} and step == 3:
+        if rank == 0 and step == 3:
             torch.empty(1 << 60)
         yield batch
 
@@ -438,17 +438,12 @@ Loader.training = allocate_too_much
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_trial_fails_if_one_rank_runs_out_of_memory(
-    searching: Master, tmp_path: Path, victim: int
-) -> None:
+def test_trial_fails_if_one_rank_runs_out_of_memory(searching: Master, tmp_path: Path) -> None:
     searching.experiment["resources"]["slots_per_trial"] = 2
-    run_script(searching, tmp_path, OUT_OF_MEMORY.format(victim=victim))
+    run_script(searching, tmp_path, OUT_OF_MEMORY)
     failed = trial.run(
         searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(REPOSITORY)
     )
     assert failed.process.returncode != 0, failed.log
-    assert re.search(
-        rf"rank {1 - victim}\b.*step 3\b.*rank {victim}\b.*out of memory \(", failed.log
-    )
+    assert re.search(r"rank 1\b.*step 3\b.*rank 0\b.*out of memory \(", failed.log)
     assert searching.refused == []

@@ -6,7 +6,6 @@ bracket.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from bisect import bisect_left
@@ -16,7 +15,7 @@ from typing import Any
 
 
 class Searcher:
-    """A searcher that stops no trial: single, random or grid. It replaces every trial that ends.
+    """A searcher that stops no trial: single or random. It replaces every trial that ends.
 
     Attributes:
         points: hyperparameters of the trials that were created.
@@ -26,8 +25,7 @@ class Searcher:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._searcher = config["searcher"]
-        self._grid = grid(config["hyperparameters"]) if self._searcher["name"] == "grid" else []
-        self.n_trials = len(self._grid) or self._searcher.get("max_trials", 1)
+        self.n_trials = self._searcher.get("max_trials", 1)
         self.points: list[dict[str, Any]] = []
 
     def n_at_start(self) -> int:
@@ -36,15 +34,12 @@ class Searcher:
 
     def create(self) -> dict[str, Any]:
         """Return the hyperparameters of the next trial."""
-        number = len(self.points)
-        if self._grid:
-            self.points.append(self._grid[number])
-        else:
-            seed = self._config.get("reproducibility", {}).get("experiment_seed", 0)
-            draw = random.Random(seed + number)
-            hyperparameters = self._config["hyperparameters"]
-            self.points.append({key: sample(value, draw) for key, value in hyperparameters.items()})
-        return self.points[-1]
+        seed = self._config.get("reproducibility", {}).get("experiment_seed", 0)
+        draw = random.Random(seed + len(self.points))
+        hyperparameters = self._config["hyperparameters"]
+        point = {key: sample(value, draw) for key, value in hyperparameters.items()}
+        self.points.append(point)
+        return point
 
     @property
     def wants_more(self) -> bool:
@@ -130,15 +125,3 @@ def sample(value: Any, draw: random.Random) -> Any:
         case {"type": "categorical", "vals": values}:
             return draw.choice(values)
     return value
-
-
-def grid(hyperparameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all points of a grid of categorical values."""
-    axes = []
-    for value in hyperparameters.values():
-        match value:
-            case {"type": "categorical", "vals": values}:
-                axes.append(values)
-            case _:
-                axes.append([value])
-    return [dict(zip(hyperparameters, point, strict=True)) for point in itertools.product(*axes)]

@@ -175,14 +175,8 @@ def run(
     return trial
 
 
-def run_experiment(
-    master: Master, experiment: Experiment, folder: Path, *, fork: bool = True
-) -> None:
-    """Run the trials of a new or continued experiment in turn, then collect its checkpoints.
-
-    Args:
-        fork: as of `Trial`.
-    """
+def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None:
+    """Run the trials of a new or continued experiment in turn, then collect its checkpoints."""
     searcher = experiment.searcher
     assert searcher is not None
     if not searcher.points:
@@ -201,7 +195,7 @@ def run_experiment(
                 time.sleep(0.1)
                 continue
             record = waiting[0]
-            has_ended = run_once(master, experiment, record, folder, fork)
+            has_ended = run_once(master, experiment, record, folder)
             if has_ended and searcher.replaces(record.id, record.state):
                 master.create_trial(experiment)
         if experiment.state == "STATE_STOPPING_KILLED":
@@ -215,11 +209,9 @@ def run_experiment(
         experiment.state = ended
 
 
-def run_once(
-    master: Master, experiment: Experiment, record: TrialRecord, folder: Path, fork: bool
-) -> bool:
+def run_once(master: Master, experiment: Experiment, record: TrialRecord, folder: Path) -> bool:
     """Start a trial and wait for its exit; return whether it has completed or failed for good."""
-    finished = run(master, record.id, folder=folder, hyperparameters=record.hparams, fork=fork)
+    finished = run(master, record.id, folder=folder, hyperparameters=record.hparams)
     if finished.allocation.acknowledged:
         return False
     policies = [
