@@ -468,7 +468,7 @@ def kill(place: BucketCheckpoints) -> None:
 def test_lease_of_a_dead_run_is_replaced(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 30)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 12)  # renewed every 2
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder in folders:
         folder.mkdir()
@@ -624,17 +624,19 @@ def test_storage_with_a_private_certificate(
     assert bucket.Bucket(s3).sizes() == {}
 
 
-@pytest.mark.parametrize("fault", [(503, "SlowDown"), "stall"], ids=["503", "stall"])
+@pytest.mark.parametrize(
+    ("fault", "times"), [((503, "SlowDown"), 3), ("stall", 1)], ids=["503", "stall"]
+)
 def test_storage_that_fails_for_a_while_costs_only_time(
-    fault: Any, s3: str, proxy: Proxy, tmp_path: Path
+    fault: Any, times: int, s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     place = BucketCheckpoints(f"{s3}/test", tmp_path)
     place.bucket.retry_for(30)
     requests = itertools.count()
-    proxy.fault = lambda *_: fault if next(requests) < 3 else None
+    proxy.fault = lambda *_: fault if next(requests) < times else None
     place.acquire()
     place.release()
-    assert next(requests) > 3
+    assert next(requests) > times
 
 
 @dataclass
@@ -843,7 +845,7 @@ def test_lease_wait_may_exceed_the_collective_timeout(s3: str, tmp_path: Path) -
     dead = BucketCheckpoints(f"{s3}/test", tmp_path)
     dead.acquire()
     kill(dead)
-    script = "from lm.storage import lease\nlease.LEASE_SECONDS = 12.0"
+    script = "from lm.storage import lease\nlease.LEASE_SECONDS = 10.0"
     overrides = (f"checkpoint_storage={s3}", "collective_timeout=8", "max_steps=1")
     run_fsdp(tmp_path, *overrides, ranks=2, script=script, code=0)
 
