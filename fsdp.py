@@ -57,7 +57,7 @@ from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.launch.console import announce, print_error, record_error, warn
 from lm.launch.launch import Launch, exit_code_of_stop
-from lm.launch.spawn import run_and_exit
+from lm.launch.process import run_and_exit
 from lm.memory import count_micro_steps
 from lm.metrics.accumulator import MetricsAccumulator
 from lm.metrics.logger import MetricLogger

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import SHARES, format_spread
-from lm.launch.spawn import die_with_parent
+from lm.launch.process import die_with_parent
 
 Row = dict[str, Any]
 """A line of results: `point`, and what was measured, or `error`, or `started` before it runs."""

@@ -56,7 +56,7 @@ from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
-from lm.launch.spawn import die_with_parent, run_and_exit
+from lm.launch.process import die_with_parent, run_and_exit
 from lm.metrics.device import GIB, allocation_retries, peak_flops, peak_memory_gib
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World

@@ -33,7 +33,7 @@ from lm.command_line import Parser, number
 from lm.errors import RunError, command, escape_control
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import Launch
-from lm.launch.spawn import run_and_exit
+from lm.launch.process import run_and_exit
 from lm.tasks.questions import read_tasks
 from lm.tasks.task import Task
 

@@ -53,7 +53,7 @@ from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
 from lm.errors import ConfigError, RunError, command
 from lm.fileio import home_path, write_durably
-from lm.launch.spawn import run_and_exit
+from lm.launch.process import run_and_exit
 from lm.storage.cache import describe_files
 from lm.storage.folder import drafted, writing
 from lm.transformers_config import Kernels

@@ -251,7 +251,7 @@ class Outcome(NamedTuple):
 
 def call(folder: Path, action: Callable[[], int], **variables: str) -> Outcome:
     """Run `action` in `folder` in a forked process, which need not import PyTorch again."""
-    from lm.launch.spawn import run_and_exit
+    from lm.launch.process import run_and_exit
 
     output = folder.with_suffix(".stdout")
     errors = folder.with_suffix(".stderr")

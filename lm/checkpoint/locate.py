@@ -11,7 +11,7 @@ from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import LocalCheckpoints, RunCheckpoints
 from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError, oserror_as_config_error
-from lm.launch.cleanup import open_until_exit
+from lm.launch.process import open_until_exit
 from lm.storage.bucket import is_url
 
 

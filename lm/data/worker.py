@@ -23,8 +23,8 @@ from threading import Thread
 from typing import Any
 
 from lm.errors import ConfigError, RunError
+from lm.launch.process import die_with_parent
 from lm.launch.signals import STOP_SIGNALS
-from lm.launch.spawn import die_with_parent
 
 _GRACE_SECONDS = 30
 """How long a worker runs after SIGTERM."""

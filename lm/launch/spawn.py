@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import math
 import os
 import signal
@@ -19,42 +18,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
 
 from lm.errors import ConfigError, command, open_standard_streams
-from lm.launch.cleanup import clean_up
 from lm.launch.console import announce
-from lm.launch.launch import has_lost_torchrun
 from lm.launch.machine import has_gpu
-from lm.launch.requirements import print_exception
+from lm.launch.process import die_with_parent
 from lm.launch.signals import handle_stop_signals
 
 GRACE = 1.0
 """Seconds that the other ranks have to end when one fails."""
 
 LOOPBACK = "127.0.0.1"
-
-PR_SET_PDEATHSIG = 1
-"""of prctl, as in linux/prctl.h"""
-
-
-def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `main` returns, or that of an exception, which is printed.
-
-    Skips Python's cleanup, which takes seconds and would wait for a thread that writes a
-    checkpoint. If torchrun started this process and is killed, the kernel sends SIGTERM.
-    """
-    die_with_torchrun()
-    try:
-        code = main()
-    except Exception as error:
-        code = print_exception(error)
-    with contextlib.suppress(OSError):  # a full disk, or a closed pipe
-        sys.stdout.flush()
-    clean_up()
-    os._exit(code)
 
 
 def default_n_ranks() -> int:
@@ -91,30 +66,6 @@ def reserve_port() -> int:
     else:  # where two sockets cannot share a port
         reserved.close()
     return port
-
-
-def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
-    """Make the kernel send `signum` to this process when `parent` ends, even by SIGKILL.
-
-    If it has ended, this process exits. On systems other than Linux, that is all.
-    """
-    _ask_for_signal(signum)
-    if os.getppid() != parent:
-        os._exit(128 + signum)
-
-
-def die_with_torchrun() -> None:
-    """If torchrun started this process, make the kernel send SIGTERM when it ends."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _ask_for_signal(signal.SIGTERM)
-        if has_lost_torchrun():
-            os._exit(128 + signal.SIGTERM)
-
-
-def _ask_for_signal(signum: int) -> None:
-    """Ask the kernel for `signum` when the parent ends from now on."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def run_local(command: list[str], n_ranks: int) -> int:

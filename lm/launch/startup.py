@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from lm.errors import open_standard_streams
 from lm.launch.machine import keep_freed_memory, share_cores
-from lm.launch.spawn import die_with_torchrun
+from lm.launch.process import die_with_torchrun
 
 
 def setup_environment() -> None:

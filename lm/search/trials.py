@@ -20,7 +20,7 @@ from lm.errors import ConfigError, make_printable
 from lm.fileio import REPOSITORY, Line, open_regular, read_records
 from lm.inputs import RECORD_INPUTS
 from lm.launch.machine import has_gpu, usable_cores
-from lm.launch.spawn import die_with_parent
+from lm.launch.process import die_with_parent
 from lm.metrics.records import Report
 from lm.runtime.run_dir import RunDir, make_directory
 from lm.units import format_count

@@ -24,8 +24,8 @@ import google_crc32c
 
 from lm.errors import RunError, oserror_as_config_error
 from lm.fileio import crc32c, find_stranger, home_path, print_once, read_bytes, write_durably
-from lm.launch.cleanup import at_exit
 from lm.launch.console import warn
+from lm.launch.process import at_exit
 from lm.storage.folder import discard, drafted, find_damage, settle, write_manifest, writing
 from lm.storage.lock import hold
 

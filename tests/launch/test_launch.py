@@ -645,7 +645,7 @@ os._exit(rank)
     ("parent", "code"), [("os.getppid()", 0), ("os.getpid()", 128 + signal.SIGTERM)]
 )
 def test_process_whose_parent_has_ended_before_it_asked_ends(parent: str, code: int) -> None:
-    run = f"import os; from lm.launch.spawn import die_with_parent; die_with_parent({parent})"
+    run = f"import os; from lm.launch.process import die_with_parent; die_with_parent({parent})"
     done = subprocess.run([sys.executable, "-c", run], cwd=REPOSITORY, check=False)
     assert done.returncode == code
 

@@ -273,7 +273,7 @@ TEMPORARY = """
 import sys
 from pathlib import Path
 from lm.storage.cache import cached
-from lm.launch.spawn import run_and_exit
+from lm.launch.process import run_and_exit
 
 def compute():
     directory = cached({}, lambda draft: (draft / "value").write_text("complete"))

@@ -37,7 +37,7 @@ from lm.checkpoint.cluster import open_store
 from lm.config.reading import read_hyperparameters
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
-from lm.launch.spawn import run_and_exit
+from lm.launch.process import run_and_exit
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
