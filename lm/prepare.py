@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.data import run_data
-from lm.data.documents import FORMATS, format_of
-from lm.data.files import find_files
+from lm.data.files import FORMATS, find_files, format_of
 from lm.data.records import write_records
 from lm.data.stream import open_documents
 from lm.data.text import TextFiles, write_text

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from lm.data.files import CODECS, is_compressed
 from lm.errors import ConfigError
 from lm.fileio import find_pointer
 
@@ -20,13 +21,6 @@ TO_UTF8 = (
     " text by a glob, e.g. 'DIRECTORY/**/*.txt'"
 )
 """what to do with a file that is not UTF-8"""
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
-"""of pyarrow, by suffix"""
-
-
-def is_compressed(path: Path) -> bool:
-    """Return whether `path` has the suffix of a compressed file."""
-    return path.suffix.lower() in _CODECS
 
 
 def check_pointer(path: Path) -> None:
@@ -79,7 +73,7 @@ def _read_raw_blocks(path: Path) -> Iterator[bytes]:
             raise OSError("the compressed file is empty")
         import pyarrow
 
-        with pyarrow.input_stream(file, compression=_CODECS[path.suffix.lower()]) as contents:
+        with pyarrow.input_stream(file, compression=CODECS[path.suffix.lower()]) as contents:
             while block := contents.read(READ_BLOCK_BYTES):
                 yield block
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lm.data.blocks import (
     check_pointer,
     decode_utf8,
-    is_compressed,
     read_line_blocks,
     read_text_blocks,
 )
+from lm.data.files import FORMATS, format_of, is_compressed
 from lm.data.json_lines import Record, read_json_lines
 from lm.data.progress import progress_bar
 from lm.errors import ConfigError, error_text
@@ -27,21 +27,8 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from tqdm import tqdm
 
-FORMATS = {
-    "text": (".txt", ".md", ".py"),
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "csv": (".csv",),
-    "tsv": (".tsv",),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-    "hdf5": (".h5", ".hdf5"),
-}
-"""suffixes of files by format"""
-_FORMAT_OF_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known}
 STREAMED = {name: suffixes for name, suffixes in FORMATS.items() if name != "hdf5"}
 """those of records"""
-_READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
-"""formats that are also read from .gz and .zst files"""
 _ROWS_AT_ONCE = 1024
 """that are read from a Parquet file"""
 _DIALECTS: dict[str, dict[str, Any]] = {
@@ -49,20 +36,6 @@ _DIALECTS: dict[str, dict[str, Any]] = {
     "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},
 }
 """of the standard library's reader"""
-
-
-def format_of(path: Path, override: str | None = None) -> str | None:
-    """Return the format of `path` by its suffix, or `override`.
-
-    None if it is unknown or not readable compressed.
-    """
-    name = override
-    if name is None:
-        uncompressed = Path(path.stem) if is_compressed(path) else path
-        name = _FORMAT_OF_SUFFIX.get(uncompressed.suffix.lower())
-    if is_compressed(path) and name not in _READ_COMPRESSED:
-        return None
-    return name
 
 
 def read_records(path: Path, name: str, field: str | None = None) -> Iterator[Record]:

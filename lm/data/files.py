@@ -1,4 +1,4 @@
-"""Data files, found by path or glob."""
+"""Data files: found by path or glob, and their formats."""
 
 from __future__ import annotations
 
@@ -13,8 +13,42 @@ from lm.units import format_count
 
 TOKENIZING_PACKAGES = ("jinja2", "numpy", "tokenizers", "transformers", "trl")
 """those whose versions the tokens of files depend on"""
+FORMATS = {
+    "text": (".txt", ".md", ".py"),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv",),
+    "tsv": (".tsv",),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "hdf5": (".h5", ".hdf5"),
+}
+"""suffixes of files by format"""
+_FORMAT_OF_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known}
+_READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
+"""formats that are also read from .gz and .zst files"""
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+"""of pyarrow, by suffix"""
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
+
+
+def format_of(path: Path, override: str | None = None) -> str | None:
+    """Return the format of `path` by its suffix, or `override`.
+
+    None if it is unknown or not readable compressed.
+    """
+    name = override
+    if name is None:
+        uncompressed = Path(path.stem) if is_compressed(path) else path
+        name = _FORMAT_OF_SUFFIX.get(uncompressed.suffix.lower())
+    if is_compressed(path) and name not in _READ_COMPRESSED:
+        return None
+    return name
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether `path` has the suffix of a compressed file."""
+    return path.suffix.lower() in CODECS
 
 
 def find_files(where: str | None, key: str) -> list[Path]:

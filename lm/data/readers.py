@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.blocks import check_pointer, read_text_blocks
-from lm.data.documents import format_of, read_records
+from lm.data.documents import read_records
 from lm.data.encoder import Document
+from lm.data.files import format_of
 from lm.data.json_lines import Record
 from lm.data.record_fields import get_text
 from lm.data.stream import read_once

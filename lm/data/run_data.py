@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, ValidationSet, set_key
-from lm.data.documents import format_of
-from lm.data.files import find_files
+from lm.data.files import find_files, format_of
 from lm.data.packing import PackedDataset
 from lm.data.sampler import SampledSource
 from lm.data.token_file import TRAIN, VALIDATION, TokenFile, read_index

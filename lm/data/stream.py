@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from lm.data.blocks import check_pointer
 from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
-from lm.data.documents import STREAMED, format_of, stream_records
-from lm.data.files import find_files
+from lm.data.documents import STREAMED, stream_records
+from lm.data.files import find_files, format_of
 from lm.data.record_fields import check_text, fill
 from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
 from lm.data.windows import next_token_sample

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from lm.data.documents import format_of
 from lm.data.encoder import encode_in_threads, split_document
+from lm.data.files import format_of
 from lm.data.readers import (
     Text,
     hold_out,
