@@ -17,7 +17,6 @@ from determined import core
 from lm.determined import master
 from lm.errors import RunError
 from lm.metrics.sinks import JSONL, Console, CoreAPI, Record, Sink, TensorBoard
-from lm.metrics.trackers import open_trackers
 
 
 class MetricLogger:
@@ -81,8 +80,12 @@ class MetricLogger:
                 self._sinks.append(JSONL(self._run_dir, step, missing))
                 self._sinks.append(TensorBoard(self._run_dir, step, missing, compared))
             # After JSONL, whose files they read, and closed last, as they may wait.
-            trackers = open_trackers(hyperparameters, self._run_dir, self._cluster_info, self.info)
-            self._sinks = [*trackers, *self._sinks]
+            if hyperparameters.get("tracker"):
+                from lm.metrics.trackers import open_trackers  # which other runs do not import
+
+                info = self._cluster_info
+                trackers = open_trackers(hyperparameters, self._run_dir, info, self.info)
+                self._sinks = [*trackers, *self._sinks]
         for sink in self._sinks:
             sink.start(step)
 

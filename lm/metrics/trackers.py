@@ -396,10 +396,10 @@ def open_trackers(
     info: Callable[[str], None],
 ) -> list[Tracker]:
     """Start the trackers that `hyperparameters` name, for the run in `directory` or the trial."""
-    names = hyperparameters.get("tracker") or []
+    names = hyperparameters["tracker"]
     if isinstance(names, str):
         names = [names]
-    if names and directory:
+    if directory is not None:
         files = (directory / "metrics.jsonl", directory / "samples.jsonl")
         n_reports, n_samples = (file.stat().st_size for file in files)
         run = TrackedRun(
@@ -409,15 +409,14 @@ def open_trackers(
             directory=directory,
             history_sizes=(n_reports, n_samples),
         )
-    elif names and cluster_info:
+    else:
+        assert cluster_info is not None
         trial = cluster_info.trial.trial_id
         run = TrackedRun(
             id=f"{cluster_info.cluster_id}-{trial}",
             name=f"trial {trial}",
             hyperparameters=hyperparameters,
         )
-    else:
-        return []
     return [Tracker(name, run, info) for name in dict.fromkeys(names)]
 
 
