@@ -54,7 +54,7 @@ from lm.determined.context import TorchDistributedContext
 from lm.determined.experiment import check_fork, check_processes, unread_keys
 from lm.determined.search import SearchStop
 from lm.errors import ConfigError, RunError
-from lm.hf import weights
+from lm.initial_weights import model_defaults
 from lm.launch.console import announce, print_error, record_error, warn
 from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.process import run_and_exit
@@ -72,7 +72,6 @@ from lm.runtime.run_dir import RunDir
 from lm.runtime.stop_signals import StopSignals
 from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import Vote, World
-from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.balance import ExpertBalance
 from lm.training.transfer import Transfer
@@ -111,7 +110,7 @@ def read_job(args: Namespace, launch: Launch) -> Job:
         experiment, lines = strict_yaml.load_experiment(args.config)
     for line in unread_keys(experiment):
         warn(line)
-    hp = read_hyperparameters(experiment, args.overrides, name, lines, weights.model_defaults)
+    hp = read_hyperparameters(experiment, args.overrides, name, lines, model_defaults)
     if trial is None:
         run_dir = RunDir(hp.run.run_name or args.config.stem, hp.checkpoint.checkpoint_storage)
     return Job(hp, trial, run_dir, args.dry_run, experiment.get("searcher"))
@@ -372,9 +371,8 @@ class Trainer:
         is_base = initial_weights.base is not None
         if self.run.resume_plan.resume_candidates and not is_base:
             return
-        weights.load_into(
+        initial_weights.load_model(
             self.model,
-            initial_weights.model,
             self.world,
             self.logger.info,
             to_be_exported=self.run.trains and not is_base,  # adapters are exported alone, too
@@ -659,6 +657,8 @@ class Trainer:
 
     def score_tasks(self) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task; less if asked to stop."""
+        from lm.tasks.scoring import Scorer, grade  # which runs without tasks do not import
+
         metrics: dict[str, float] = {}
         with self.accumulator.paused(), self.logger.status("scoring tasks"):
             for task in self.run.tasks:

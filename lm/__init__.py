@@ -11,6 +11,7 @@
 6  lm.resume                                     which checkpoint a run resumes from
 6  lm.start                                      what precedes the import of PyTorch
 6  lm.inputs                                     what the result of a run depends on
+6  lm.initial_weights                            what `init_from` names
 5  lm.config, lm.hf                              all hyperparameters; Hugging Face models
 4  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
 4  lm.objectives                                 what is minimized: next token, preferences

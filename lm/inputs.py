@@ -19,8 +19,7 @@ from lm.determined.search import Searcher
 from lm.errors import ConfigError
 from lm.fileio import REPOSITORY
 from lm.objectives.config import LARGER_IS_BETTER
-from lm.tasks.questions import TasksConfig, read_tasks
-from lm.tasks.task import Task, metric_names
+from lm.tasks.config import TasksConfig, metric_names
 from lm.transformers_config import TransformersConfig
 
 RECORD_INPUTS = "RECORD_INPUTS"
@@ -71,19 +70,20 @@ def find_versions() -> str:
     )
 
 
-def fingerprint_tasks(tasks: Sequence[Task]) -> str:
-    """Return what identifies the questions of all tasks by content."""
-    return "; ".join(task.fingerprint() for task in tasks)
+def check_searcher(
+    searcher: Searcher, config: TasksConfig, tasks: Sequence[str], data: Data
+) -> None:
+    """Raise ConfigError if the searcher cannot work with the metrics of a run's validations.
 
-
-def check_searcher(searcher: Searcher, config: TasksConfig, data: Data) -> None:
-    """Raise ConfigError if the searcher cannot work with the metrics of a run's validations."""
+    Args:
+        tasks: the names of the tasks that `config` has.
+    """
     has_text = data.tokenizer is not None
     smaller_is_better = validation_metric_names(data.validation, has_text)
     larger_is_better: list[str] = []
     if data.n_replies > 0:
         larger_is_better += validation_metric_names(data.validation, has_text, LARGER_IS_BETTER)
-    of_tasks = [metric_names(task.name) for task in read_tasks(config.eval_tasks or (), 1)]
+    of_tasks = [metric_names(name) for name in tasks]
     eval_rate = config.eval_rate or searcher.validation_rate
     if (
         any(searcher.metric in names for names in of_tasks)

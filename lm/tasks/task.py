@@ -68,15 +68,3 @@ def _as_chat(question: Question) -> Question:
         else:
             choices.append(choice)
     return Question(choices, question.gold)
-
-
-class MetricNames(NamedTuple):
-    """Names of the metrics of a task."""
-
-    acc: str
-    bpb: str
-
-
-def metric_names(name: str) -> MetricNames:
-    """Return the names under which a run reports accuracy and bits per byte of the task `name`."""
-    return MetricNames(f"eval_{name}_acc", f"eval_{name}_bpb")

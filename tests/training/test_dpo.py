@@ -673,13 +673,13 @@ def test_a_search_compares_metrics_of_preferences(
         experiment = {"name": "random", "metric": metric, "smaller_is_better": smaller_is_better}
         searcher = Searcher.from_config({"searcher": experiment}, STEPS, STEPS)
         if smaller_is_better == smaller:
-            check_searcher(searcher, hp.tasks, data)
+            check_searcher(searcher, hp.tasks, [], data)
         else:
             with pytest.raises(ConfigError, match="smaller_is_better"):
-                check_searcher(searcher, hp.tasks, data)
+                check_searcher(searcher, hp.tasks, [], data)
     perplexity = Searcher.from_config({"searcher": experiment | {"metric": "perplexity"}}, 5, 5)
     with pytest.raises(ConfigError, match=r"searcher\.metric"):
-        check_searcher(perplexity, hp.tasks, data)
+        check_searcher(perplexity, hp.tasks, [], data)
 
 
 # ---- bad input
