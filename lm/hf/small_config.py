@@ -33,92 +33,25 @@ _IDS = ("_id", "_index")
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_blocks")
 _INNER = 96
 """widths of feed-forward networks"""
-_SIZES = {
-    **dict.fromkeys(
-        (
-            "attention_hidden_size",
-            "d_model",
-            "emb_dim",
-            "embedding_dim",
-            "embedding_size",
-            "hidden_size",
-            "lru_width",
-            "mamba_d_ssm",
-            "n_embd",
-            "word_embed_proj_dim",
-        ),
-        64,
-    ),
-    **dict.fromkeys(("qk_head_dim", "swa_head_dim"), 32),
-    **dict.fromkeys(
-        (
-            "head_dim",
-            "hidden_size_per_layer_input",
-            "index_head_dim",
-            "indexer_head_dim",
-            "kv_channels",
-            "kv_lora_rank",
-            "linear_head_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "mamba_d_head",
-            "mamba_head_dim",
-            "o_lora_rank",
-            "q_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        ),
-        16,
-    ),
-    **dict.fromkeys(
-        (
-            "mamba_d_state",
-            "mamba_dt_rank",
-            "rotary_dim",
-            "ssm_state_size",
-            "state_size",
-            "time_step_rank",
-        ),
-        8,
-    ),
-    **dict.fromkeys(
-        (
-            "dense_intermediate_size",
-            "expert_ffn_hidden_size",
-            "ffn_dim",
-            "ffn_hidden_size",
-            "intermediate_size",
-            "intermediate_size_mlp",
-            "moe_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            "n_inner",
-            "shared_expert_intermediate_size",
-            "shared_intermediate_size",
-        ),
-        _INNER,
-    ),
-    **dict.fromkeys(
-        ("encoder_hash_byte_group_vocab", "vocab_size", "vocab_size_per_layer_input"), VOCABULARY
-    ),
-    **dict.fromkeys(
-        (
-            "attention_chunk_size",
-            "attention_window_size",
-            "chunk_size",
-            "heavily_compressed_attention",
-            "index_topk",
-            "indexer_budget",
-            "mamba_chunk_size",
-            "sliding_window",
-            "sliding_window_size",
-            "window_size",
-        ),
-        WINDOW,
-    ),
-    **POSITIONS_OF,
+_SIZES_BY_NAMES = {
+    "attention_hidden_size d_model emb_dim embedding_dim embedding_size hidden_size lru_width"
+    " mamba_d_ssm n_embd word_embed_proj_dim": 64,
+    "qk_head_dim swa_head_dim": 32,
+    "head_dim hidden_size_per_layer_input index_head_dim indexer_head_dim kv_channels kv_lora_rank"
+    " linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim"
+    " o_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim": 16,
+    "mamba_d_state mamba_dt_rank rotary_dim ssm_state_size state_size time_step_rank": 8,
+    "dense_intermediate_size expert_ffn_hidden_size ffn_dim ffn_hidden_size intermediate_size"
+    " intermediate_size_mlp moe_intermediate_size moe_shared_expert_intermediate_size n_inner"
+    " shared_expert_intermediate_size shared_intermediate_size": _INNER,
+    "encoder_hash_byte_group_vocab vocab_size vocab_size_per_layer_input": VOCABULARY,
+    "attention_chunk_size attention_window_size chunk_size heavily_compressed_attention index_topk"
+    " indexer_budget mamba_chunk_size sliding_window sliding_window_size window_size": WINDOW,
 }
-"""A size of 0 stays."""
+"""Keys, separated by spaces -> their size. A size of 0 stays."""
+_SIZES = POSITIONS_OF | {
+    key: size for keys, size in _SIZES_BY_NAMES.items() for key in keys.split()
+}
 _INDEPENDENT = (_INNER, VOCABULARY, WINDOW)
 """sizes that are cut even if widths stay"""
 _HEADS = (
