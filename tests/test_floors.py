@@ -75,10 +75,10 @@ def test_imports_have_no_circle() -> None:
 ROOMS_OF_A_RUN = """
 fsdp lm.attention lm.checkpoint lm.command_line lm.config lm.context lm.data lm.delta_rule
 lm.determined lm.errors lm.examined lm.fields lm.fileio lm.flops lm.grouped_mm lm.initial_weights
-lm.inputs lm.launch lm.memory lm.metrics lm.model_config lm.objectives lm.preflight lm.presets lm.program
-lm.report lm.resume lm.runtime lm.sampling lm.seeds lm.shards lm.storage lm.tasks lm.training
-lm.transformers_attention lm.transformers_config lm.transformers_model lm.transformers_private
-lm.units model
+lm.inputs lm.launch lm.memory lm.metrics lm.model_config lm.objectives lm.preflight lm.presets
+lm.program lm.report lm.resume lm.runtime lm.sampling lm.seeds lm.shards lm.storage lm.tasks
+lm.training lm.transformers_attention lm.transformers_config lm.transformers_model
+lm.transformers_private lm.units model
 """
 MAKERS_OF_DATA = """
 lm.prepare lm.data.blocks lm.data.documents lm.data.encoder lm.data.examples lm.data.json_lines
@@ -86,9 +86,9 @@ lm.data.messages lm.data.parallel lm.data.readers lm.data.records lm.data.render
 lm.data.text lm.data.unwritten
 """
 DOORS = {
-    "lm.hf": {"lm.initial_weights", "lm.inputs", "lm.preflight"},  # with init_from; a note; a search
-    "lm.tasks": {"fsdp", "lm.preflight"},  # with eval_tasks
-    "lm.metrics.trackers": {"lm.metrics.logger"},  # with tracker
+    "lm.hf": {"lm.initial_weights", "lm.inputs", "lm.preflight"},  # init_from; exports; searches
+    "lm.tasks": {"fsdp", "lm.preflight"},  # eval_tasks
+    "lm.metrics.trackers": {"lm.metrics.logger"},  # tracker
 }
 """what some runs import, by the modules whose functions import it then"""
 
