@@ -185,6 +185,7 @@ class Finding(BaseModel, frozen=True):
     detail: str = ""
     """what was found, at least if it does not hold"""
     is_computed: bool = True
+    """False = an exception is the answer; if it holds, that of exact answers counts instead"""
 
 
 class Limit(BaseModel, frozen=True):
@@ -260,6 +261,12 @@ class Examination(BaseModel, frozen=True):
                     problem = "cannot be computed"
                 reasons.append(f"{computed}: {problem} ({finding.detail})")
         return reasons
+
+    def warn_of_exceptions(self) -> None:
+        """Print what could not be asked of the kernels of a run."""
+        for question, finding in self.findings.items():
+            if finding.holds and not finding.is_computed:
+                warn(f"{question}: cannot be asked on {self.device} ({finding.detail})")
 
     def describe(self) -> list[str]:
         """Return a line for each question."""
@@ -371,6 +378,7 @@ def examine(values: Mapping[str, Any], of_run: Computation | None = None) -> Exa
         entry = cached(facts, partial(_write_answers, config, of_run))
         answers = _ANSWERS.validate_json((entry / _RESULT).read_bytes())
         if isinstance(answers, Examination):
+            answers.warn_of_exceptions()
             return answers
         problems.append(answers)
     problem = f"no small model of it computes: {problems[0]}"
@@ -711,10 +719,10 @@ def _ask_as_in_run(small: _Small, exact: _Answers, of_run: Computation) -> _Answ
     raised, too, ends in step 1, and one of other sizes than the small model may do without.
     """
     questions = _OF_KERNELS
-    known: dict[Question, Finding] = {}
+    known: Set[Question] = set()
     if of_run.attention is None:
-        known = {name: finding for name, finding in exact.findings.items() if finding.holds}
-        questions = _OF_KERNELS & known.keys()
+        known = {name for name, finding in exact.findings.items() if finding.holds}
+        questions = _OF_KERNELS & known
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its rounding hides nothing
         answers = _ask(small, questions, of_run, of_run.ways(exact.way), known)
     return _Answers(exact.findings | answers.findings, answers.way, exact.untrained)
@@ -725,13 +733,13 @@ def _ask(
     questions: Set[Question] = _QUESTIONS,
     how: Computation = _EXACT,
     ways: Sequence[_Way] = _WAYS,
-    known: Mapping[Question, Finding] = {},
+    known: Set[Question] = frozenset(),
 ) -> _Answers:
     """Return the answers up to the one that refuses the class; see `_Answers`.
 
     Args:
         ways: that are tried, in their order.
-        known: answers to what cannot be computed.
+        known: what holds, if it cannot be computed.
     """
     n_rows = 1
     if how != _EXACT:
@@ -745,8 +753,7 @@ def _ask(
             continue
         finding = _first_that_holds(_attempt(getattr(exam, question)) for exam in exams)
         if not finding.is_computed and question in known:
-            warn(f"{question}: cannot be asked on {how.device} ({finding.detail})")
-            finding = known[question]
+            finding = finding.model_copy(update={"holds": True})
         findings[question] = finding
         if question in _NEEDED and not finding.holds:
             break
@@ -755,13 +762,14 @@ def _ask(
 
 
 def _first_that_holds(answers: Iterable[Finding]) -> Finding:
-    """Return the first answer that holds, or the last one."""
-    given: list[Finding] = []
+    """Return the first answer that holds, or else the last one, of those computed if any is."""
+    chosen = Finding(holds=False, is_computed=False)
     for answer in answers:
-        given.append(answer)
         if answer.holds:
-            break
-    return given[-1]
+            return answer
+        if answer.is_computed or not chosen.is_computed:
+            chosen = answer
+    return chosen
 
 
 @torch.no_grad()

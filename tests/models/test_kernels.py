@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -270,10 +271,27 @@ def cannot_be_computed(*_inputs: Any, **_options: Any) -> tuple[Tensor, None]:
     raise NotImplementedError("no kernel")
 
 
+def ignore_documents_or_fail() -> Callable[..., tuple[Tensor, None]]:
+    """Return a stand-in that ignores documents in the first packed rows, and raises for others."""
+    first_queries: list[Tensor] = []
+
+    def stand_in(module: Any, query: Tensor, *inputs: Any, **options: Any) -> Any:
+        if module.layer_idx == 0 and query.shape[::2] == (2, 42):
+            first_queries.append(query.detach())
+            if not torch.equal(query, first_queries[0]):
+                raise NotImplementedError("no kernel")
+        return ignore_documents(module, query, *inputs, **options)
+
+    return stand_in
+
+
 @pytest.mark.parametrize(
     ("stand_in", "lost"),
     [
         (ignore_documents, {"packing", "context_parallel"}),
+        pytest.param(
+            ignore_documents_or_fail(), {"packing", "context_parallel"}, marks=pytest.mark.slow
+        ),
         pytest.param(look_ahead, {"causality"}, marks=pytest.mark.slow),
         pytest.param(cannot_be_computed, set(), marks=pytest.mark.slow),
     ],
@@ -283,8 +301,9 @@ def test_our_kernels_are_asked_as_a_run_computes(
     lost: set[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """By stand-ins, which compute otherwise in 16 bits. What raises is not wrong in silence."""
+    """By stand-ins, which compute otherwise in 16 bits. What raises is named at every start."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     transformers_attention.register()
     ours = AttentionInterface()[transformers_attention.NAME]
@@ -298,6 +317,9 @@ def test_our_kernels_are_asked_as_a_run_computes(
     AttentionInterface.register(transformers_attention.NAME, attend_otherwise)
     try:
         in_run = examine_class(values, IN_BFLOAT16)
+        named = re.findall("^.*: cannot be asked on cpu", capfd.readouterr().err, re.M)
+        assert examine_class(values, IN_BFLOAT16) == in_run
+        again = re.findall("^.*: cannot be asked on cpu", capfd.readouterr().err, re.M)
     finally:
         AttentionInterface.register(transformers_attention.NAME, ours)
     found: set[str] = set()
@@ -306,6 +328,8 @@ def test_our_kernels_are_asked_as_a_run_computes(
             found.add(name)
     assert found == lost | {"bfloat16", "float8"}  # which a CPU is asked in 16 bits, too
     assert bool(in_run.refusals()) == ("causality" in lost)
+    assert named == again
+    assert bool(named) == (stand_in is cannot_be_computed)
 
 
 @pytest.mark.parametrize("lengths", [(5, 70), (75,)])
