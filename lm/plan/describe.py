@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 
 from lm.config import reading
 from lm.config.combinations import check_combinations
@@ -20,6 +21,7 @@ from lm.config.draft import Draft
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError
+from lm.fileio import describe_invalid
 from lm.flops import count_flops_per_token
 from lm.hf import weights
 from lm.launch.machine import host_memory
@@ -43,13 +45,14 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
 
 
 def change_settings(
-    hp: Hyperparameters, n_gpus: int, settings: Mapping[str, str]
+    hp: Hyperparameters, n_gpus: int, settings: Mapping[str, Any]
 ) -> Hyperparameters:
-    """Return `hp` with other settings; raise ValueError or ConfigError if they do not fit to it."""
+    """Return `hp` with other settings; raise ConfigError if they do not fit to it."""
     values = hp.to_flat() | hp.model.model_dump(mode="json") | dict(settings)
-    if "sharding" in settings:  # an argument drops what the file sets of the strategy before
-        del values["shard_group_size"]
-    changed = Hyperparameters.from_flat(values)
+    try:
+        changed = Hyperparameters.from_flat(values)
+    except ValidationError as error:
+        raise ConfigError(describe_invalid(error)) from None
     check_combinations(changed, Draft())
     return round_up_batch(changed, changed.parallel.dp_size(n_gpus))
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from lm.config.hyperparameters import Hyperparameters
+from lm.config.wording import as_argument
 from lm.errors import ConfigError
 from lm.memory import (
     USABLE,
@@ -35,13 +37,13 @@ from lm.units import format_bytes
 
 LARGEST_BATCH_SIZE = 4096
 """at which the search for the largest one stops"""
-_OFFLOADED = {"cpu_offload": "true"}
-_SAVING: list[dict[str, str]] = [
+_OFFLOADED = {"cpu_offload": True}
+_SAVING: list[dict[str, Any]] = [
     {"activation_checkpointing": "selective"},
     {"activation_checkpointing": "full"},
-    {"sharding": "full-shard"},
-    {"sync_each_micro_step": "true"},
-    {"optim_dtype": "bfloat16", "beta2": "0.95"},
+    {"sharding": "full-shard", "shard_group_size": None},
+    {"sync_each_micro_step": True},
+    {"optim_dtype": "bfloat16", "beta2": 0.95},
     _OFFLOADED,
 ]
 """settings that can save memory"""
@@ -172,14 +174,13 @@ def advise_batch_size(hp: Hyperparameters, given: Need) -> str | None:
 class Proposal:
     """Other settings, and what a step needs with them."""
 
-    settings: dict[str, str]
-    """by key, as the command line spells them"""
+    settings: dict[str, Any]
     hp: Hyperparameters
     need: Need
 
     def describe(self) -> str:
         """Return a line, of settings that fit with the largest `batch_size`."""
-        typed = " ".join(f"{key}={value}" for key, value in self.settings.items())
+        typed = " ".join(as_argument(key, value) for key, value in self.settings.items())
         result = "does not fit"
         if self.need.fits:
             result = f"fits; largest batch_size {find_largest_batch_size(self.hp, self.need):,}"
@@ -187,7 +188,7 @@ class Proposal:
 
 
 def propose(
-    given: Need, load: Callable[[Mapping[str, str]], Hyperparameters]
+    given: Need, load: Callable[[Mapping[str, Any]], Hyperparameters]
 ) -> Iterator[Proposal]:
     """Yield settings that need less, each alone, and if none fits, together until they do.
 
@@ -195,11 +196,11 @@ def propose(
 
     Args:
         given: what a step needs.
-        load: returns the hyperparameters with other settings, or raises ConfigError or ValueError.
+        load: returns the hyperparameters with other settings, or raises ConfigError.
     """
     alone: list[Proposal] = []
     for settings in _SAVING:
-        with suppress(ConfigError, ValueError):  # of settings that do not fit together with others
+        with suppress(ConfigError):  # of settings that do not fit together with others
             hp = load(settings)
             proposal = Proposal(settings, hp, measure(hp, given.ranks))
             if proposal.need.used < given.used:
@@ -208,13 +209,13 @@ def propose(
     if any(proposal.need.fits for proposal in alone if proposal.settings != _OFFLOADED):
         return
     alone.sort(key=lambda proposal: (proposal.settings == _OFFLOADED, proposal.need.used))
-    together: dict[str, str] = {}
+    together: dict[str, Any] = {}
     for proposal in alone:
         # Of two values of a key, that which saves more stays.
         more = together | proposal.settings | together
         if more == together:
             continue
-        with suppress(ConfigError, ValueError):
+        with suppress(ConfigError):
             hp = load(more)
             together = more
             need = measure(hp, given.ranks)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main, parse_plan_arguments
-from lm.plan.describe import change_settings, load_hyperparameters
+from lm.plan.describe import change_settings, describe_ranks, load_hyperparameters
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.training.roles import measure_sizes
@@ -435,13 +437,31 @@ def test_settings_are_planned_with_the_batch_of_the_run() -> None:
     assert changed.data.total_batch_size == 8  # 2 on each of 4 groups
 
 
-def test_full_shard_is_planned_without_groups_of_hybrid_sharding() -> None:
-    groups = ["sharding=hybrid-full-shard", "shard_group_size=2", "--gpus", "8"]
-    given = load_hyperparameters(parse_plan_arguments([*SMALL, *groups]))
-    changed = change_settings(given, 8, {"sharding": "full-shard", "cpu_offload": "true"})
-    assert changed.parallel.sharding == "full-shard"
-    assert changed.parallel.shard_group_size is None
-    assert change_settings(given, 8, {"cpu_offload": "true"}).parallel.shard_group_size == 2
+def test_full_shard_is_proposed_to_groups_of_hybrid_sharding_as_it_is_typed() -> None:
+    arguments = [*SMALL, "sharding=hybrid-full-shard", "shard_group_size=2"]
+    args = parse_plan_arguments([*arguments, "--gpus", "8", "--memory", "0.1"])
+    given = load_hyperparameters(args)
+    need = fit.measure(given, describe_ranks(args, given))
+    proposals = fit.propose(need, partial(change_settings, given, 8))
+    proposal = next(each for each in proposals if "sharding" in each.settings)
+    assert proposal.hp.parallel.sharding == "full-shard"
+    (typed,) = re.findall("^with (.+): peak", proposal.describe())
+    typed_args = parse_plan_arguments([*arguments, *typed.split()])
+    assert load_hyperparameters(typed_args) == proposal.hp
+
+
+def test_only_settings_that_do_not_fit_together_are_left_out_of_proposals() -> None:
+    given = load_hyperparameters(parse_plan_arguments(SMALL))
+    with pytest.raises(ConfigError, match="d_model"):
+        change_settings(given, 1, {"d_model": -1})
+
+    def has_a_bug(_settings: Mapping[str, Any]) -> Hyperparameters:
+        raise ValueError("a bug")
+
+    ranks = describe_ranks(parse_plan_arguments(SMALL), given)
+    need = fit.Need(ranks, "forward", {}, 0)
+    with pytest.raises(ValueError, match="a bug"):
+        list(fit.propose(need, has_a_bug))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
