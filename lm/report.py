@@ -39,9 +39,9 @@ from lm.metrics.records import Logged, Report, Sample, Seconds
 _PANELS = ("lr", "grad_norm", "tokens_per_second")
 """Metrics of training that have a panel in the picture, below those of validation."""
 _VALIDATION = re.compile(
-    r"loss(_[\w-]+)?|bits_per_byte|reward_(accuracy|margin)|eval_[\w-]+_(acc|bpb)", re.ASCII
+    r"(loss|bits_per_byte|reward_accuracy|reward_margin)(_[\w-]+)?|eval_[\w-]+_(acc|bpb)", re.ASCII
 )
-"""Metrics of validation that are shown: also of one of several sets, of preferences, of tasks."""
+"""Metrics of validation that are shown, not perplexity, which says what the loss does."""
 
 
 class _Summary(NamedTuple):

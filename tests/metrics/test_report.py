@@ -109,17 +109,22 @@ def test_report_after_a_stop_has_the_step_that_was_saved() -> None:
     assert report.RunRecords(run).summarize()["steps"] == "20 of 30"
 
 
-def test_report_has_the_best_scores_of_tasks() -> None:
+def test_report_has_the_best_scores_of_tasks_and_of_named_sets() -> None:
     run = make_run("a")
     with (run / "metrics.jsonl").open("a") as file:
         for step, acc in ((10, 0.5), (20, 0.25)):
             scores = {"eval_own_acc": acc, "eval_own_bpb": acc, "eval_$\\x_acc": 1.0}
+            of_sets = {"bits_per_byte_wiki": acc, "reward_accuracy_wiki": acc}
+            scores |= of_sets | {"reward_margin_my-set_2": acc, "length_chosen_wiki": acc}
             line = {"group": "validation", "step": step, "time": 2060.0, **scores}
             file.write("\n" + json.dumps(line))
     facts = report.RunRecords(run).summarize()
     assert facts["validation eval_own_acc"] == "0.2500, best 0.5000 (step 10)"
     assert facts["validation eval_own_bpb"] == "0.2500, best 0.2500 (step 20)"
-    assert sum(label.startswith("validation eval_") for label in facts) == 2
+    assert facts["validation bits_per_byte_wiki"] == "0.2500, best 0.2500 (step 20)"
+    assert facts["validation reward_accuracy_wiki"] == "0.2500, best 0.5000 (step 10)"
+    assert facts["validation reward_margin_my-set_2"] == "0.2500, best 0.5000 (step 10)"
+    assert sum(label.startswith("validation ") for label in facts) == 6  # with the loss
     assert report.write_report(run) == "runs/a/report.md and report.png"
 
 
