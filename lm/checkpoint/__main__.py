@@ -24,7 +24,7 @@ from lm.checkpoint.manifest import (
     CheckpointError,
     Manifest,
 )
-from lm.checkpoint.store import SavedCheckpoint, find_best
+from lm.checkpoint.store import DraftError, SavedCheckpoint, find_best
 from lm.errors import command, oserror_as_config_error
 from lm.fileio import expand_home
 from lm.units import format_bytes
@@ -46,11 +46,9 @@ def describe_at(where: str, check: Check) -> tuple[list[str], bool]:
     """Return a line for the checkpoint at a path or URL, or for each of the run there.
 
     Returns:
-        Also whether all are complete. What is being saved, or was when a kill ended it, does not
-        count.
+        Also whether all are complete. Drafts, and what the run deletes meanwhile, do not count.
     """
     store = store_at(where)
-    drafts = store.find_drafts()
     saved, errors = store.list_saved()
     if not saved and not errors:
         location = locate_checkpoint(where)
@@ -72,11 +70,12 @@ def describe_at(where: str, check: Check) -> tuple[list[str], bool]:
         lines[best.name] += "  best"
     found = list(lines.values())
     all_complete = True
+    remaining = store.folders()
     for location, error in errors.items():
-        if location.name in drafts:
-            found.append(f"{location.name}  is being saved, or was when a kill ended it")
-        else:
-            found.append(f"{location.name}  not complete: {error}")
+        if location.name not in remaining:
+            continue
+        found.append(f"{location.name}  not complete: {error}")
+        if not isinstance(error, DraftError):
             all_complete = False
     return found, all_complete
 

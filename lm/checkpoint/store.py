@@ -68,6 +68,10 @@ def expired(
     return [entry for entry in saved[:-keep] if entry is not best]
 
 
+class DraftError(CheckpointError):
+    """A checkpoint is being saved, or was when a kill ended it."""
+
+
 @dataclass
 class NewCheckpoint:
     """A checkpoint that is being saved."""
@@ -209,24 +213,22 @@ class RunCheckpoints(CheckpointStore):
     ) -> tuple[list[SavedCheckpoint], dict[Location, CheckpointError]]:
         saved: list[SavedCheckpoint] = []
         incomplete: dict[Location, CheckpointError] = {}
-        for name in sorted(self.folders()):
+        for name, files in sorted(self.folders().items()):
             folder = f"{self._folder}/{name}"
+            location = self.locate(name)
             try:
+                if _is_draft(files):
+                    raise DraftError(f"{location}: is being saved, or was when a kill ended it")
                 manifest = read_manifest(self.place, folder)
                 check_files(self.place, manifest, parts, folder)
                 saved.append(SavedCheckpoint(name, manifest))
             except CheckpointError as error:
-                incomplete[self.locate(name)] = error
+                incomplete[location] = error
         return sorted(saved, key=lambda entry: entry.manifest.time), incomplete
 
     def folders(self) -> dict[str, set[str]]:
         """Return the names of the files of each checkpoint, complete or not."""
         return self.place.folders(self._folder)
-
-    def find_drafts(self) -> list[str]:
-        """Return the names of checkpoints that are being saved, or whose save was killed."""
-        folders = self.folders().items()
-        return [name for name, files in folders if not files or _is_draft(files)]
 
     def was_committed(self) -> bool:
         has_manifest = any(MANIFEST in files for files in self.folders().values())
@@ -238,7 +240,9 @@ class RunCheckpoints(CheckpointStore):
             write_state(self.places, state.replace(has_saved=True))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        gone = self.find_drafts()  # this run, which has the lock, is not saving
+        folders = self.folders().items()
+        # This run, which has the lock, is not saving.
+        gone = [name for name, files in folders if _is_draft(files)]
         if keep is not None:  # else there may be thousands
             saved, _ = self.list_saved()
             gone += [entry.name for entry in expired(saved, keep, damaged)]
@@ -247,7 +251,7 @@ class RunCheckpoints(CheckpointStore):
 
 
 def _is_draft(files: Collection[str]) -> bool:
-    return DRAFT in files and MANIFEST not in files
+    return not files or (DRAFT in files and MANIFEST not in files)
 
 
 class LocalCheckpoints(RunCheckpoints):

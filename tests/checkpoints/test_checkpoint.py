@@ -31,6 +31,7 @@ from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from lm.storage.folder import DRAFT, scratch
 from lm.storage.lock import hold_until_exit
+from lm.storage.place import Directory
 from tests.support.checkpoints import (
     RUN_INFO,
     SHARDS,
@@ -458,9 +459,29 @@ def test_checkpoint_list_says_what_is_complete_or_why_not(
     shutil.rmtree(first)
     (second / DRAFT).touch()
     assert main(["list", str(stopped / "runs" / "test")]) == 0
-    assert f"{second.name}  is being saved" in capsys.readouterr().out
+    assert re.search(f"^{second.name}  .*: is being saved", capsys.readouterr().out, re.M)
     assert main(["list", str(third)]) == 0
     assert capsys.readouterr().out.startswith(f"{third.name}  step 6  ")
+
+
+def test_checkpoint_list_does_not_count_what_the_run_saves_and_deletes_meanwhile(
+    stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped / "runs/test"
+    oldest = checkpoints_by_step(stopped)[2]
+    folders = Directory.folders
+
+    def change_after(place: Directory, path: str) -> dict[str, set[str]]:
+        found = folders(place, path)
+        shutil.rmtree(oldest, ignore_errors=True)
+        draft = run / "checkpoints" / str(uuid.uuid4())
+        draft.mkdir()
+        (draft / DRAFT).touch()
+        return found
+
+    monkeypatch.setattr(Directory, "folders", change_after)
+    assert main(["list", str(run)]) == 0
+    assert oldest.name not in capsys.readouterr().out
 
 
 def test_checkpoint_verify_prints_complete_or_the_damaged_file(
