@@ -127,6 +127,8 @@ class ClusterCheckpoints(CheckpointStore):
             self._saved.append(SavedCheckpoint(location.name, manifest))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        if keep is None:
+            del self._saved[:-1]  # none is deleted, and their manifests take memory
         for entry in expired(self._saved, keep, damaged):
             self._context.delete(entry.name)
             self._saved.remove(entry)
