@@ -402,7 +402,7 @@ class Trainer:
         Every `checkpoint_rate` global batches, and if the run is asked to stop, what is there is
         saved, and the next start resumes from it.
         """
-        is_missing = self.objective.begin_session(self.step)
+        is_missing = self.objective.begin_session(self.step, has_updated=self.optimizer.has_updated)
         if not is_missing:
             return
         micro_steps = count_micro_steps(self.hp, self.world.size)

@@ -68,13 +68,13 @@ class DPO(Objective):
         """Replies whose log ref is unknown."""
         return int((self.reference > 0).sum())
 
-    def begin_session(self, step: int) -> bool:
+    def begin_session(self, step: int, *, has_updated: bool) -> bool:
         """Note whether the weights are the initial ones. Return whether a log ref is missing.
 
         Raises:
-            ConfigError: one is missing after steps, which have changed the weights.
+            ConfigError: one is missing after steps.
         """
-        self._has_reference_weights = step == 0
+        self._has_reference_weights = not has_updated
         if self.n_missing == 0:
             return False
         if step > 0:

@@ -50,8 +50,12 @@ class Objective:
         """Return the live state tensors, equal on every rank: by default none."""
         return {}
 
-    def begin_session(self, step: int) -> bool:  # noqa: ARG002
-        """Begin a session after step `step`. Return whether `prepare` has to be called."""
+    def begin_session(self, step: int, *, has_updated: bool) -> bool:  # noqa: ARG002
+        """Begin a session after step `step`. Return whether `prepare` has to be called.
+
+        Args:
+            has_updated: whether the weights are not the initial ones.
+        """
         return False
 
     def prepare(

@@ -244,6 +244,11 @@ class Optimizer:
             if self._has_float8_shards:
                 compute_scales(self._model)
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether a step has changed the weights: one was not skipped. Waits for the device."""
+        return any(bool(state["step"] > 0) for state in self._adamw.state.values())
+
     def zero_grad(self) -> None:
         """Drop the gradients."""
         for parameter in self._parameters.values():

@@ -521,7 +521,10 @@ def compute_wrongly(self, model, pairs):
     self.reference[pairs.replies[0::2]] += {shift}
 DPO.compute_reference = compute_wrongly
 """
-    refused = run_fsdp(tmp_path, config=sources.settings(**changes), script=script, code=1)
+    settings = sources.settings(**changes)
+    if "skip_steps" in changes:  # also if it is resumed in them
+        run_fsdp(tmp_path, "stop_at_step=1", config=settings, script=script, code=0)
+    refused = run_fsdp(tmp_path, config=settings, script=script, code=1)
     assert "differs from its reference" in refused.stderr
 
 
