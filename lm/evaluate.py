@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from lm.command_line import Parser, number
 from lm.errors import RunError, command, escape_control
+from lm.fileio import choose_compiler_cache
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import Launch
 from lm.launch.process import run_and_exit
@@ -169,6 +170,7 @@ def compare(args: argparse.Namespace, world: World) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse_evaluate_arguments(arguments)
+    choose_compiler_cache()
 
     # PyTorch takes seconds, which a wrong command line does not wait for.
     from lm.runtime.failures import explaining_out_of_memory

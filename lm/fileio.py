@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import BufferedReader
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
-from lm.errors import make_printable
+from lm.errors import ConfigError, make_printable, oserror_as_config_error
 
 REPOSITORY = Path(__file__).parent.parent
 """The directory of fsdp.py."""
@@ -107,6 +108,22 @@ def find_stranger(directory: Path, owner: int) -> str | None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "can be written to by other users"
     return None
+
+
+@oserror_as_config_error
+def choose_compiler_cache() -> None:
+    """Let PyTorch cache compiled code, which it executes, where no other user can write.
+
+    Its default is in /tmp, for whoever comes first. It sets the variable to it when it is imported.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        cache.mkdir(mode=0o700, exist_ok=True)
+        stranger = find_stranger(cache, os.getuid())
+        if stranger is not None:
+            remedy = "set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
+            raise ConfigError(f"{cache}: {stranger}; {remedy}")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

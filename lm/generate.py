@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from lm.command_line import Parser, number
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, command, escape_control
+from lm.fileio import choose_compiler_cache
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import is_thread_count_set
 from lm.launch.machine import usable_cores
@@ -240,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompt = ""
     if not args.chat:
         prompt = read_prompt(args.prompt)
+    choose_compiler_cache()
 
     import torch  # takes seconds, which a wrong command line does not wait for
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from lm.errors import command
-from lm.fileio import expand_home, home_path
+from lm.fileio import choose_compiler_cache, expand_home, home_path
 from lm.hf.files import WEIGHT_DTYPES
 from lm.units import format_bytes
 
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examined.add_argument("source", type=expand_home, metavar="MODEL", help=class_help)
 
     args = parser.parse_args(arguments)
+    choose_compiler_cache()
     if args.command == "export":
         return _export(args)
 

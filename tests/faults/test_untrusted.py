@@ -330,6 +330,28 @@ def test_compiled_code_is_kept_where_no_other_user_can_write(kind: str, private:
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["lm.generate", "x", "--prompt", "a"],
+        ["lm.evaluate", "x", "--tasks", "x"],
+        ["lm.hf", "export", "x", "out"],
+        ["lm.hf", "examine", "llama"],
+    ],
+    ids=" ".join,
+)
+def test_commands_execute_no_compiled_code_of_others(command: list[str], tmp_path: Path) -> None:
+    cache = tmp_path / f"torchinductor_{os.getuid()}"
+    cache.mkdir()
+    cache.chmod(0o777)
+    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    line = [sys.executable, "-m", *command]
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{cache}: ")
+
+
 def test_leftovers_of_killed_commands_are_removed(
     private: Path,  # noqa: ARG001
     saved: Path,
