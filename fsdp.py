@@ -83,8 +83,8 @@ T = TypeVar("T")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, and train with them. Return the exit code."""
-    args = parse_arguments(arguments)
     try:
+        args = parse_arguments(arguments)
         launch = Launch.from_env(os.environ)
         job = read_job(args, launch)
         world = join_world(launch, job.hp.run.collective_timeout, job.hp.parallel.cpu_offload)

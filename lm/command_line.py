@@ -31,9 +31,9 @@ def number(
     def parse(text: str) -> Number:
         value = kind(text)
         if not smallest <= value <= largest:  # or NaN
-            rule = f"{smallest:g} or more"
+            rule = f"{smallest} or more"
             if largest < math.inf:
-                rule = f"from {smallest:g} to {largest:g}"
+                rule = f"from {smallest} to {largest}"
             raise argparse.ArgumentTypeError(f"{text} must be {rule}")
         return value
 

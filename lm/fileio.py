@@ -63,7 +63,13 @@ _NO_DIRECTORY_SYNC = (
 
 
 def expand_home(text: str) -> str:
-    """Return the path, URL or name on the Hub `text` with the home directory for `~`."""
+    """Return the path, URL or name on the Hub `text` with the home directory for `~`.
+
+    Raises:
+        ConfigError: it is empty, which would be the current directory.
+    """
+    if not text:
+        raise ConfigError("a path is empty; the current directory is .")
     return os.path.expanduser(text)  # noqa: PTH111 - Path's raises for an unknown user
 
 

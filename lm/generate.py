@@ -210,7 +210,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     length_help = f"tokens to generate at most ({MAX_NEW_TOKENS}; chat: up to max_seq_len)"
     add("--max-new-tokens", type=number(int, 0), metavar="N", help=length_help)
     temperature_help = "0 = greedy (%(default)s)"
-    add("--temperature", type=number(float, 0.0), default=0.8, metavar="T", help=temperature_help)
+    add("--temperature", type=number(float, 0), default=0.8, metavar="T", help=temperature_help)
     add(
         "--top-k",
         type=number(int, 1),

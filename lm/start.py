@@ -18,8 +18,8 @@ def start_run() -> None:
     fsdp.py reads the same values again, and then also the files that they name.
     """
     setup_environment()
-    arguments = parse_arguments()
     try:
+        arguments = parse_arguments()
         if "DET_TRIAL_ID" not in os.environ:  # a trial's hyperparameters are the master's
             announce("checking the hyperparameters")
             from lm.config.reading import check_values  # after the first line, as it imports more

@@ -991,6 +991,9 @@ def test_config_command_describes_keys_and_presets(
         assert all(
             key in output for key in (PRESETS if "--presets" in arguments else arguments or TINY)
         )
+    monkeypatch.setenv("COLUMNS", "5")
+    assert lm_config.main(["lr"]) == 0
+    assert "learning rate" in capsys.readouterr().out
     assert lm_config.main(["learning_rate"]) == 2
     assert capsys.readouterr().err.endswith("did you mean lr?\n")
 

@@ -46,8 +46,7 @@ def locate_checkpoint(where: Path | str, parts: Collection[str] = WEIGHTS) -> Lo
     if MANIFEST in names or any(TENSOR_FILE.fullmatch(name) for name in names):
         return named
     problem = "neither a checkpoint nor a run that has saved one"
-    advice = f"name a directory that contains {MANIFEST} or checkpoints, or for init_from one"
-    advice += f" with the {MODEL_CONFIG} of a Hugging Face model"
+    advice = f"a checkpoint has {MANIFEST}, a run checkpoints, a Hugging Face model {MODEL_CONFIG}"
     raise ConfigError(f"{named}: {problem}; {advice}")
 
 

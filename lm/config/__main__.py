@@ -22,7 +22,8 @@ from lm.errors import ConfigError, command
 def _in_columns(first: str, second: str, rest: str) -> str:
     """Return a line with three columns, the last of which is wrapped."""
     line = f"{first:<28}  {second:<14}  {rest}"
-    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 8)
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(line, width, subsequent_indent=" " * 8)
 
 
 def describe_keys(keys: Collection[str]) -> str:

@@ -78,8 +78,9 @@ def read_draft(
     if draft.values.get("vocab_size") is None:
         draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
     for key in ("init_from", "resume"):
-        if isinstance(draft.values.get(key), str):
-            draft.values[key] = expand_home(draft.values[key])
+        value = draft.values.get(key)
+        if value and isinstance(value, str):
+            draft.values[key] = expand_home(value)
     return draft
 
 

@@ -43,7 +43,7 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     add("--gpu", type=str.lower, choices=CARDS, default="h100", help="kind of GPU (%(default)s)")
-    gib = number(float, 0.1, 1e6)
+    gib = number(float, 0.1, 1_000_000)
     add("--memory", type=gib, metavar="GIB", help="memory of another GPU")
     host_help = "memory of a node (this machine's if it has a GPU)"
     add("--host-memory", type=gib, metavar="GIB", help=host_help)

@@ -132,6 +132,27 @@ def test_command_exits_with_2_and_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (checkpoint_main, ["list", ""]),
+        (generate.main, ["", "--prompt", "a"]),
+        (hf_main.main, ["examine", ""]),
+        (hf_main.main, ["export", "", "out"]),
+        (plan.main, ["--config="]),
+        (report.main, [""]),
+        (fsdp.main, ["--config="]),
+    ],
+    ids=lambda value: value.__module__ if callable(value) else value[0],
+)
+def test_empty_path_is_not_the_current_directory(
+    main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert "empty" in problem
+
+
 # ---- output that is not read, or whose encoding lacks characters
 
 TEXT_RUN: dict[str, Any] = TINY | {

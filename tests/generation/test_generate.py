@@ -148,6 +148,7 @@ def test_generate_needs_a_tokenizer(
         (("--prompt", ""), "--prompt: is empty; it needs at least one character"),
         (("--max-new-tokens", "-1"), "--max-new-tokens: -1 must be 0 or more"),
         (("--temperature", "-0.5"), "--temperature: -0.5 must be 0 or more"),
+        (("--seed", "-1"), "--seed: -1 must be from 0 to 9223372036854775807"),
         (("--top-k", "0"), "--top-k: 0 must be 1 or more"),
         (("--top-p", "nan"), "--top-p: nan must be from 1e-06 to 1"),
         (("--top-p", "0"), "--top-p: 0 must be from 1e-06 to 1"),
