@@ -46,7 +46,7 @@ from lm.resume import (
     plan_resume,
 )
 from lm.runtime.run_dir import RunDir
-from lm.runtime.run_state import begin_run, forget_launch, record_early
+from lm.runtime.run_state import RunState, begin_run, forget_launch, record_early, write_state
 from lm.runtime.world import MeshShape, World
 from lm.training import four_bits, parallelize, profiling
 from lm.transformers_config import TransformersConfig
@@ -307,6 +307,32 @@ def preflight(
     )
     if dry_run and resume_plan.resume_candidates:
         initial_weights = find_initial_weights(hp, world)  # its base is compared with theirs
+    earlier: RunState | None = None
+    if resume_plan.fresh and not dry_run:  # else an attempt after a kill would resume
+        earlier = world.on_rank0(forget_launch, store.places, launch_ids(os.environ))
+    try:
+        run = _resolve(job, amp_dtype, world, initial_weights, resume_plan)
+    except ConfigError:  # this start is refused: the earlier one can still be resumed
+        if earlier is not None and world.rank == 0:
+            write_state(store.places, earlier)
+        raise
+    if dry_run:
+        notes = world.on_rank0(run.notes)
+        if world.rank == 0:
+            print("\n".join([run.summary(world), *notes]))
+    return run
+
+
+def _resolve(
+    job: Job,
+    amp_dtype: torch.dtype | None,
+    world: World,
+    initial_weights: InitialWeights,
+    resume_plan: ResumePlan,
+) -> ResolvedRun:
+    """Return the run that `job` is; see `preflight`."""
+    hp = job.hp
+    trial = job.trial
     with world.all_or_none():
         parallelize.check_offload(hp.parallel)
         four_bits.check_base_dtype(hp.lora)
@@ -376,12 +402,6 @@ def preflight(
         if checked is not None:
             check_searcher(checked, hp.tasks, [task.name for task in tasks], data)
     world.require_equal("ranks", run.facts(world))
-    if resume_plan.fresh and not dry_run:  # else a restart before `begin_run` would resume
-        world.on_rank0(forget_launch, store.places, launch_ids(os.environ))
-    if dry_run:
-        notes = world.on_rank0(run.notes)
-        if world.rank == 0:
-            print("\n".join([run.summary(world), *notes]))
     return run
 
 

@@ -94,12 +94,18 @@ def movable(place: Place) -> set[str]:
     return {name for name in place.names() if not _STAYS.fullmatch(name)}
 
 
-def forget_launch(places: Sequence[Place], launch: Mapping[str, str]) -> None:
-    """Let later attempts of `launch` not be those of an earlier start with the same IDs."""
+def forget_launch(places: Sequence[Place], launch: Mapping[str, str]) -> RunState | None:
+    """Let later attempts of `launch` not be those of an earlier start with the same IDs.
+
+    Returns:
+        The state before, to be written again if this start is refused; None = it had no such IDs.
+    """
     state = read_state(places)
     others = dict(state.launch.items() - launch.items())
-    if others != state.launch:
-        write_state(places, state.replace(launch=others))
+    if others == state.launch:
+        return None
+    write_state(places, state.replace(launch=others))
+    return state
 
 
 def record_early(places: Sequence[Place], state: RunState) -> None:

@@ -350,11 +350,25 @@ def test_restart_resumes_whatever_resume_is(value: str, two_steps: Path, tmp_pat
     assert list((tmp_path / "runs" / "test").glob("before-*"))
 
 
-def test_restart_is_not_of_an_earlier_start_with_the_same_id(tmp_path: Path) -> None:
-    """As torchrun calls all starts "none" without --rdzv-id; the first attempt fails early."""
+KILL_AT_DATA = """
+import signal
+from lm import preflight
+
+def kill(*_arguments, **_options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+preflight.open_data = kill
+"""
+FAIL_TO_BUILD = "from lm.training import parallelize; parallelize.initialize_parameters = None\n"
+
+
+@pytest.mark.parametrize(("end", "code"), [(KILL_AT_DATA, -9), (FAIL_TO_BUILD, 1)])
+def test_restart_is_not_of_an_earlier_start_with_the_same_id(
+    end: str, code: int, tmp_path: Path
+) -> None:
+    """As torchrun calls all starts "none" without --rdzv-id; the first attempt ends early."""
     attempt(0, tmp_path, "max_steps=2", "resume=fresh")
-    fail = "from lm.training import parallelize; parallelize.initialize_parameters = None\n"
-    attempt(0, tmp_path, "max_steps=2", "resume=fresh", code=1, script=fail)
+    attempt(0, tmp_path, "max_steps=2", "resume=fresh", code=code, script=end)
     assert "resumed from" not in attempt(1, tmp_path, "max_steps=2", "resume=fresh")
     assert len(list((tmp_path / "runs" / "test").glob("before-*"))) == 1
 
