@@ -254,6 +254,17 @@ def test_find_source_error_has_a_remedy(source: str, part: str) -> None:
     assert f"request access at https://huggingface.co/{name} and run `hf auth login`" in problem
 
 
+def test_plan_without_a_network_needs_nothing_but_a_cached_config_json(
+    cache: pytest.MonkeyPatch,
+) -> None:
+    find_source("someone/llama", ["config.json"])
+    cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    values = model_defaults("someone/llama", needs_weights=False)
+    assert values["transformers_config"]["model_type"] == "llama"
+    with pytest.raises(ConfigError, match="is incomplete"):
+        model_defaults("someone/llama")
+
+
 def test_find_source_without_a_network(cache: pytest.MonkeyPatch) -> None:
     download = "run `hf download someone/llama --local-dir DIRECTORY` "
     cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
