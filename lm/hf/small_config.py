@@ -161,33 +161,55 @@ def with_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
-    """Keep the first layers of each kind: of those that share keys and values, too."""
+    """Keep the first layers of each kind."""
     if small.pop("num_layers_per_stack", None):  # from which all layers are derived
         small["num_hidden_layers"] = 1
         return
-    key = next((key for key in _LAYERS if isinstance(small.get(key), int)), None)
-    if key is None:
+    n_layers = next((small[key] for key in _LAYERS if isinstance(small.get(key), int)), None)
+    if n_layers is None:
         return
-    n_layers: int = small[key]
-    lists = [value for value in small.values() if isinstance(value, list)]
-    of_all_layers = [value for value in lists if len(value) == n_layers > 1]
-    n_shared = small.get("num_kv_shared_layers") or 0
+    kinds = _find_kinds(small, n_layers)
+    if len(kinds) == 1:
+        kept = kinds[0][:4]
+        _cut_periods(small)
+    else:
+        kept = sorted(layer for layers in kinds for layer in layers[:layers_of_a_kind])[:6]
+    _keep_layers(small, n_layers, kept)
+
+
+def _find_kinds(small: Mapping[str, Any], n_layers: int) -> list[list[int]]:
+    """Return the numbers of the layers of each kind.
+
+    Lists with an option of each layer tell them apart, and whether they share the keys and values
+    of earlier ones.
+    """
+    options = _options_of_layers(small, n_layers)
     kinds: dict[str, list[int]] = {}
     for layer in range(n_layers):
-        values = [of_layers[layer] for of_layers in of_all_layers]
-        shares = layer >= n_layers - n_shared
-        kinds.setdefault(repr((values, shares)), []).append(layer)
-    kept = sorted(layer for layers in kinds.values() for layer in layers[:layers_of_a_kind])
-    if len(kinds) == 1:
-        kept = list(range(min(n_layers, 4)))
-        _cut_periods(small)
-    elif len(kept) > 6:
-        kept = kept[:6]
-    for of_layers in of_all_layers:
+        its_options = [of_layers[layer] for of_layers in options]
+        is_shared = layer >= n_layers - _n_shared(small)
+        kinds.setdefault(repr((its_options, is_shared)), []).append(layer)
+    return list(kinds.values())
+
+
+def _options_of_layers(small: Mapping[str, Any], n_layers: int) -> list[list[Any]]:
+    """Return the lists of a config that have an element for each layer."""
+    lists = [value for value in small.values() if isinstance(value, list)]
+    return [value for value in lists if len(value) == n_layers > 1]
+
+
+def _n_shared(small: Mapping[str, Any]) -> int:
+    """Return how many layers, the last ones, use the keys and values of earlier ones."""
+    return small.get("num_kv_shared_layers") or 0
+
+
+def _keep_layers(small: dict[str, Any], n_layers: int, kept: Sequence[int]) -> None:
+    """Change a config of `n_layers` layers to one of those with the numbers `kept`."""
+    for of_layers in _options_of_layers(small, n_layers):
         of_layers[:] = [of_layers[layer] for layer in kept]
-    for indices, value in small.items():
-        if indices.endswith("_layer_indices"):
-            small[indices] = [1] if value is None or value else value
+    for key, value in small.items():
+        if key.endswith("_layer_indices") and (value is None or value):
+            small[key] = [1]
     per_layer = small.get("per_layer_config")
     if isinstance(per_layer, dict):
         numbers = {layer: number for number, layer in enumerate(kept)}
@@ -196,11 +218,12 @@ def _cut_layers(small: dict[str, Any], layers_of_a_kind: int) -> None:
             for layer, options in per_layer.items()
             if int(layer) in numbers
         }
+    n_shared = _n_shared(small)
     if n_shared:
         small["num_kv_shared_layers"] = sum(layer >= n_layers - n_shared for layer in kept)
-    for first in ("first_k_dense_replace", "num_dense_layers"):
-        if isinstance(small.get(first), int):
-            small[first] = min(small[first], 1)
+    for key in ("first_k_dense_replace", "num_dense_layers"):
+        if isinstance(small.get(key), int):
+            small[key] = min(small[key], 1)
     for key in _LAYERS:
         if small.get(key) == n_layers:
             small[key] = len(kept)
