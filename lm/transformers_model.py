@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lm import context, transformers_attention, transformers_private
 from lm.attention import SequencePart, find_document_starts, find_key_bounds, make_mask
@@ -536,19 +537,16 @@ def _calls_packages(function: Any) -> bool:
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Move each parameter to the meta device when its module gets it."""
-    register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-            transformers_private.mark_as_initialized(parameter)
-        register(module, name, parameter)
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        if parameter.is_meta:
+            return parameter
+        on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        transformers_private.mark_as_initialized(on_meta)
+        return on_meta
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
+    with register_module_parameter_registration_hook(move):
         yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 HAS_FLA = find_spec("fla") is not None
