@@ -73,6 +73,13 @@ def host_bytes(peaks: Mapping[str, Memory]) -> int:
     return state + max(memory.get(COPIES, 0) for memory in peaks.values())
 
 
+_PARTS_OF_OPERANDS = {
+    "fsdp.all_gather_copy_in.default": GATHERED,
+    "c10d._allgather_base_.default": GATHERED,
+    "fsdp.chunk_cat.default": GRADIENTS,
+    "c10d.allreduce_.default": GRADIENTS,
+}
+"""What FSDP's operators and its collectives are called with."""
 _COMPUTED_BY = {**delta_rule.COMPUTED_BY, **four_bits.COMPUTED_BY}
 """What our operators run, by operator."""
 
@@ -111,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
     def move_rest(self, part: str) -> None:
         """Count as `part` all activations that exist now."""
         for key in self._sizes:
-            self._move(key, part)
+            self._move_storage(key, part)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,25 +140,15 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _sort_by_use(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Move the operands of FSDP's operators to the part that they belong to."""
+        """Count the operands of FSDP's operators as the part that they belong to."""
         if func is torch.ops.aten.copy_.default:
             self._follow_copy(*args[:2])
-            return
-        if func.namespace not in ("fsdp", "c10d"):
-            return
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        match str(func).partition(".default")[0]:
-            case "fsdp.all_gather_copy_in" | "c10d._allgather_base_":
-                part = GATHERED
-            case "fsdp.chunk_cat" | "c10d.allreduce_":
-                part = GRADIENTS
-            case "c10d._reduce_scatter_base_":
-                self._move(operands[0].untyped_storage()._cdata, self._part_of_shards)
-                return
-            case _:
-                return
-        for operand in operands:
-            self._move(operand.untyped_storage()._cdata, part)
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+            self._move(args[0], self._part_of_shards)
+        elif str(func) in _PARTS_OF_OPERANDS:
+            for operand in tree_leaves((args, kwargs)):
+                if isinstance(operand, Tensor):
+                    self._move(operand, _PARTS_OF_OPERANDS[str(func)])
 
     def _part_of(self, tensor: Tensor) -> str | None:
         """Return the part that `tensor` belongs to; of what the optimizer computes with, None."""
@@ -160,14 +157,18 @@ class LiveBytes(TorchDispatchMode):
         return self._parts.get(tensor.untyped_storage()._cdata)
 
     def _follow_copy(self, target: Tensor, source: Tensor) -> None:
-        """Move what FSDP copies to, where there are no other ranks to gather from or scatter to."""
+        """Sort what FSDP copies to, where there are no other ranks to gather from or scatter to."""
         part = self._part_of(source)
         if part == GRADIENTS:
-            self._move(target.untyped_storage()._cdata, self._part_of_shards)
+            self._move(target, self._part_of_shards)
         elif part in (PARAMETERS, GATHERED):
-            self._move(target.untyped_storage()._cdata, GATHERED)
+            self._move(target, GATHERED)
 
-    def _move(self, key: int, part: str) -> None:
+    def _move(self, tensor: Tensor, part: str) -> None:
+        self._move_storage(tensor.untyped_storage()._cdata, part)
+
+    def _move_storage(self, key: int, part: str) -> None:
+        """Count a storage as `part` from now on, if it is counted as an activation: the rest."""
         if self._parts[key] == ACTIVATIONS:
             self._parts[key] = part
             self._now[ACTIVATIONS] -= self._sizes[key]
@@ -201,7 +202,7 @@ class LiveBytes(TorchDispatchMode):
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if storage._cdata in self._sizes:
-                self._move(storage._cdata, GATHERED)
+                self._move_storage(storage._cdata, GATHERED)
                 self._resize(storage._cdata, size)
             return result
 
