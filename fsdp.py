@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lm import sampling, seeds
+from lm.any_model import AnyModel, new_model
 from lm.checkpoint.checkpointer import Checkpointer, State
 from lm.checkpoint.cluster import open_store
 from lm.checkpoint.manifest import TrainingProgress
@@ -75,7 +76,6 @@ from lm.runtime.world import Vote, World
 from lm.training import lora, optim, parallelize, precision, profiling, skipping
 from lm.training.balance import ExpertBalance
 from lm.training.transfer import Transfer
-from lm.transformers_model import AnyModel, new_model
 from lm.units import format_bytes
 
 T = TypeVar("T")

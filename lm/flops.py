@@ -38,8 +38,9 @@ def _count(config: LoraConfig, model: AnyModelConfig, n_tokens: int) -> float | 
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
+    from lm.any_model import convert_weights, new_model
     from lm.training.lora import add_adapters
-    from lm.transformers_model import convert_weights, new_model, quiet
+    from lm.transformers_model import quiet
 
     with torch.device("meta"):
         counted = new_model(model)

@@ -32,7 +32,7 @@ from lm.launch.launch import is_thread_count_set
 from lm.launch.machine import usable_cores
 
 if TYPE_CHECKING:
-    from lm.transformers_model import AnyModel
+    from lm.any_model import AnyModel
 
 STDIN = "-"
 MAX_NEW_TOKENS = 200

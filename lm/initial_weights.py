@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lm.any_model import AnyModel
 from lm.checkpoint.manifest import Base
 from lm.config.hyperparameters import Hyperparameters
 from lm.runtime.world import World
 from lm.transformers_config import Kernels
-from lm.transformers_model import AnyModel
 
 
 @dataclass(frozen=True)

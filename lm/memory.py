@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from lm.any_model import new_model
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
 from lm.errors import ConfigError
@@ -20,7 +21,6 @@ from lm.runtime.world import World
 from lm.training import lora, parallelize
 from lm.training.optim import Optimizer
 from lm.transformers_config import TransformersConfig
-from lm.transformers_model import new_model
 from lm.units import format_bytes, format_count
 
 USABLE = 0.9

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lm.any_model import AnyModel
 from lm.errors import ConfigError
-from lm.transformers_model import AnyModel
 
 _ATTENTION_BACKENDS = [
     SDPBackend.FLASH_ATTENTION,

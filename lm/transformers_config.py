@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -52,6 +53,11 @@ def set_random_rates(values: dict[str, Any], rate: float) -> None:
             set_random_rates(value, rate)
         elif _is_random_rate(key, value):
             values[key] = type(value)(rate)  # 0 where the class takes integers only
+
+
+def without_numbers(name: str) -> str:
+    """Return the name of a parameter with the numbers of layers as "*"."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 N_LAYERS = "num_hidden_layers"

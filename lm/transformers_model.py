@@ -18,14 +18,11 @@ import inspect
 import json
 import logging
 import math
-import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -33,15 +30,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lm import context, transformers_attention, transformers_private
+from lm import transformers_attention, transformers_private
 from lm.attention import SequencePart, find_document_starts, find_key_bounds, make_mask
 from lm.errors import ConfigError
 from lm.model_config import MAX_LAYERS, MAX_SIZE
-from lm.transformers_config import AnyModelConfig, TransformersConfig, set_random_rates
+from lm.transformers_config import TransformersConfig, set_random_rates, without_numbers
+from lm.transformers_linear import DECAYS, use_our_operators
 from model import (
     IGNORE_INDEX,
     ChunkedLoss,
-    Transformer,
     score_logits,
 )
 
@@ -88,7 +85,7 @@ class TransformersModel(nn.Module):
         self._ties = _find_ties(self.network)
         if config.examined.numbers_documents:
             for module in self.network.modules():
-                _use_our_operators(type(module).__module__)
+                use_our_operators(type(module).__module__)
         for name, parameter in self.network.named_parameters():
             if without_numbers(name) in config.examined.untrained:
                 parameter.requires_grad_(False)
@@ -250,7 +247,7 @@ class TransformersModel(nn.Module):
             return set()
         also: tuple[str, ...] = ()
         if self.config.examined.numbers_documents:
-            also = _DECAYS
+            also = DECAYS
         return transformers_private.find_kept_in_float32(self.network, dtype, also)
 
     def init_rule(self, _name: str, _width_ratio: float, _depth_ratio: float) -> None:
@@ -309,45 +306,6 @@ def _masks_of(part: SequencePart, masks: Any, position_ids: Tensor) -> Any:
 
 _WITHOUT_MASKS = ("linear_attention", "conv")
 """Kinds of layers that multiply tokens by a mask of padding, of which a packed row has none."""
-
-AnyModel = Transformer | TransformersModel
-"""Both answer what a run asks of a model: its `blocks`, `embedding`, `head` and `loss`, what FSDP
-shards apart, what stays in float32, initial weights, and in `config.examined` what holds of it."""
-
-
-def new_model(config: AnyModelConfig, *, dropout: bool = True) -> AnyModel:
-    """Return a model on the current default device; of transformers, on the meta device.
-
-    Args:
-        dropout: False = without what a config.json lets be random in training.
-    """
-    if isinstance(config, TransformersConfig):
-        return TransformersModel(config, dropout=dropout)
-    return Transformer(config)
-
-
-def new_structure(config: AnyModelConfig) -> AnyModel:
-    """Return a model on the meta device, of which names and shapes alone are used.
-
-    Kernels that compute it in a run need not be installed here.
-    """
-    if isinstance(config, TransformersConfig):
-        examined = config.examined.model_copy(update={"attention": "class"})
-        config = config.model_copy(update={"examined": examined})
-    with torch.device("meta"):
-        return new_model(config)
-
-
-def convert_weights(model: AnyModel, dtype: torch.dtype) -> None:
-    """Give the weights `dtype`, except those that transformers keeps in float32.
-
-    Buffers keep theirs, e.g. rotary frequencies, and so do bytes of quantized weights.
-    """
-    kept = model.kept_in_float32(dtype)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter not in kept:
-            parameter.data = parameter.data.to(dtype)
-
 
 # ---- classes of transformers
 
@@ -549,104 +507,6 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
-HAS_FLA = find_spec("fla") is not None
-"""Whether flash-linear-attention is installed, whose kernels are for GPUs."""
-
-
-def rule_by_fla(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor
-) -> Tensor:
-    """Return what `gated_delta_rule` does, by flash-linear-attention, which takes a single row.
-
-    Args:
-        cu_seqlens: where documents start in all rows, one after the other, and where the last ends.
-    """
-    fla: Any = import_module("fla.ops.gated_delta_rule")
-    rows = [x.flatten(0, 1)[None] for x in (query, key, value, g, beta)]
-    output, _ = fla.chunk_gated_delta_rule(
-        *rows, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens
-    )
-    return output.view_as(value)
-
-
-def _in_chunks(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gated delta rule of a class, which is ours where it gets documents.
-
-    A GPU that is told where they start computes it by flash-linear-attention, if that is installed.
-    """
-
-    @functools.wraps(theirs)
-    def rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        seq_idx: Tensor | None = None,
-        part: SequencePart | None = None,
-        cu_seqlens: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if cu_seqlens is not None and HAS_FLA and query.is_cuda:
-            return rule_by_fla(query, key, value, g, beta, cu_seqlens), None
-        if seq_idx is None:
-            return theirs(query, key, value, g=g, beta=beta, **options)
-        return context.apply_rule(query, key, value, g, beta, seq_idx, part), None
-
-    return rule
-
-
-def _convolve(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the causal convolution of a class, which is ours where it gets documents."""
-
-    @functools.wraps(theirs)
-    def convolution(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        seq_idx: Tensor | None = None,
-        part: SequencePart | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if seq_idx is None:
-            return theirs(hidden_states, weight, bias, activation=activation, **options)
-        from transformers.activations import ACT2FN
-
-        output = context.convolve(hidden_states.to(weight.dtype), weight, seq_idx, part)
-        if bias is not None:
-            output = output + bias[:, None]
-        if activation is not None:
-            output = ACT2FN[activation](output)
-        return output.to(hidden_states.dtype)
-
-    return convolution
-
-
-_OPERATORS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "torch_chunk_gated_delta_rule": _in_chunks,
-    "causal_conv1d_fn": _convolve,
-}
-"""Functions of modeling files that let packed documents see each other."""
-_DECAYS = ("A_log", "dt_bias")
-"""Parameters of the gated delta rule, which some classes keep in float32: rounded, they change
-logits by a percent."""
-
-
-@functools.cache
-def _use_our_operators(modeling_file: str) -> None:
-    """Let a module of transformers call our operators where its layers get `seq_idx`.
-
-    Layers look these functions up when they are called, and pass them what the model is called
-    with. So documents are an argument of each block, which recomputation and the compiler see, and
-    a call without documents, e.g. of a generation, is computed as before.
-    """
-    module = sys.modules[modeling_file]
-    for name, replace in _OPERATORS.items():
-        if hasattr(module, name):
-            setattr(module, name, replace(getattr(module, name)))
-
-
 def find_blocks(network: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of a network in forward order: what transformers never splits.
 
@@ -668,11 +528,6 @@ def find_blocks(network: PreTrainedModel) -> list[nn.Module]:
             blocks.append(module)
             inside.update(module.modules())
     return blocks
-
-
-def without_numbers(name: str) -> str:
-    """Return the name of a parameter with the numbers of layers as "*"."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 class _Owner(NamedTuple):

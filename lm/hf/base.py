@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from lm.any_model import AnyModel, convert_weights, new_model
 from lm.checkpoint.compare import refuse_adapters
 from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.headers import read_headers
@@ -37,7 +38,6 @@ from lm.storage.bucket import is_url
 from lm.storage.folder import FileRecord, record
 from lm.training import lora
 from lm.training.lora import Adapters
-from lm.transformers_model import AnyModel, convert_weights, new_model
 
 
 def find_base(source: str, world: World) -> Base:

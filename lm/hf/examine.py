@@ -60,12 +60,14 @@ from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
 from lm import transformers_attention
+from lm.any_model import convert_weights
 from lm.attention import SequencePart
 from lm.context import ContextGroup, exchange_rows, gather_rows
 from lm.errors import ConfigError, RunError, error_prefix
 from lm.examined import Attention, Examined, LongestRow, PackedBy
 from lm.hf.class_weights import load_class
 from lm.hf.saved_model import build_saved_model, find_names
+from lm.hf.sizes import Sizes, measure_sizes
 from lm.hf.small_config import (
     POSITIONS_OF,
     VOCABULARY,
@@ -85,20 +87,18 @@ from lm.training import four_bits, lora, parallelize
 from lm.training.float8 import convert_to_float8, find_layers
 from lm.training.lora import LoraConfig
 from lm.training.precision import best_dtype, choose_dtype
-from lm.training.roles import Sizes, is_selector, measure_sizes
-from lm.transformers_config import Kernels, TransformersConfig
+from lm.training.roles import is_selector
+from lm.transformers_config import Kernels, TransformersConfig, without_numbers
+from lm.transformers_linear import HAS_FLA
 from lm.transformers_model import (
-    HAS_FLA,
     TransformersModel,
     build_network,
-    convert_weights,
     language_model_of,
     one_line,
     parameters_on_meta,
     quiet,
     read_config,
     text_config,
-    without_numbers,
 )
 from model import IGNORE_INDEX
 

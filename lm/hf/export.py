@@ -49,13 +49,8 @@ from lm.shards import Rows
 from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
-from lm.transformers_config import AnyModelConfig, TransformersConfig
-from lm.transformers_model import (
-    NETWORK,
-    build_network,
-    read_config,
-    without_numbers,
-)
+from lm.transformers_config import AnyModelConfig, TransformersConfig, without_numbers
+from lm.transformers_model import NETWORK, build_network, read_config
 from lm.transformers_private import find_renamed, layouts_of_experts
 from model import ModelConfig
 

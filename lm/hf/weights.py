@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lm import transformers_model
+from lm.any_model import AnyModel, convert_weights, new_structure
 from lm.checkpoint.compare import require_same_structure
 from lm.checkpoint.contents import require_tensors_of
 from lm.checkpoint.layout import find_tensors, model_of
@@ -41,11 +42,11 @@ from lm.hf.class_weights import ClassWeights, check_layers, open_weights
 from lm.hf.examine import Computation, examine, examine_whole
 from lm.hf.files import SAFETENSORS_INDEX, WEIGHT_SUFFIXES, read_object
 from lm.hf.quantization import quantization_of
+from lm.hf.sizes import measure_sizes
 from lm.model_config import MAX_SIZE
 from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import four_bits, lora
-from lm.training.roles import measure_sizes
 from lm.transformers_config import (
     AnyModelConfig,
     Attention,
@@ -53,15 +54,7 @@ from lm.transformers_config import (
     Kernels,
     TransformersConfig,
 )
-from lm.transformers_model import (
-    AnyModel,
-    TransformersModel,
-    build_network,
-    convert_weights,
-    new_structure,
-    one_line_errors,
-    text_config,
-)
+from lm.transformers_model import TransformersModel, build_network, one_line_errors, text_config
 
 _STRUCTURE_FILES = (MODEL_CONFIG, *SOURCE_FILES)
 _HUB_FILES = (*_STRUCTURE_FILES, "model*.safetensors", SAFETENSORS_INDEX)

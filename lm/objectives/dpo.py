@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.any_model import AnyModel
 from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.data.progress import progress_bar
 from lm.errors import ConfigError, RunError
 from lm.objectives.config import ObjectiveConfig
 from lm.objectives.objective import Losses, Objective
 from lm.runtime.world import World
-from lm.transformers_model import AnyModel
 
 _UNKNOWN = 1.0
 """Of replies that are not computed yet: no log-probability is positive."""

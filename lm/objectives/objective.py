@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lm.any_model import AnyModel
 from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.runtime.world import World
-from lm.transformers_model import AnyModel
 from model import Routed, RoutedLoss
 
 

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp import build_model
 from lm import delta_rule
+from lm.any_model import AnyModel, new_model
 from lm.config.hyperparameters import Hyperparameters
 from lm.context import ContextGroup, new_context_group
 from lm.data.loader import MicroBatch, PairBatch
@@ -39,7 +40,7 @@ from lm.objectives.objective import NextToken, Objective
 from lm.runtime.world import make_mesh
 from lm.training import four_bits, optim, parallelize, precision
 from lm.transformers_config import N_LAYERS, TransformersConfig
-from lm.transformers_model import AnyModel, new_model, one_line, quiet
+from lm.transformers_model import one_line, quiet
 from model import ModelConfig, find_logits_limit
 
 PARAMETERS = "parameters"

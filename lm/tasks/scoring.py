@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lm.any_model import AnyModel
 from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.sampling import varying_lengths
 from lm.tasks.config import metric_names
 from lm.tasks.packing import ScoredSequence, TokenizedTask, make_inputs
 from lm.tasks.task import Norm
-from lm.transformers_model import AnyModel
 
 
 class BatchScores(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lm.any_model import AnyModel
 from lm.runtime.world import World
-from lm.transformers_model import AnyModel
 from model import Routed
 
 

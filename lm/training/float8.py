@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lm.any_model import AnyModel
 from lm.training.config import FLOAT8_MULTIPLE
 from lm.training.roles import LinearLayer, describe_rest, find_roundable
-from lm.transformers_model import AnyModel
 
 
 def is_supported(out: int, inner: int) -> bool:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.any_model import AnyModel, new_structure
 from lm.training import four_bits
 from lm.training.config import LoraConfig
 from lm.training.experts import convert_experts
@@ -31,12 +32,7 @@ from lm.training.roles import (
     find_linear_layers,
     find_roundable,
 )
-from lm.transformers_config import AnyModelConfig
-from lm.transformers_model import (
-    AnyModel,
-    new_structure,
-    without_numbers,
-)
+from lm.transformers_config import AnyModelConfig, without_numbers
 from lm.units import format_parameters
 from model import InitRule
 

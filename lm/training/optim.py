@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from lm.any_model import AnyModel
 from lm.shards import shard_group, to_local
 from lm.training.config import OptimConfig
 from lm.training.float8 import compute_scales, has_float8_shards
 from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.roles import find_decayed, find_matrices
 from lm.training.transfer import UNSCALED, Scale, Transfer
-from lm.transformers_model import AnyModel
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:

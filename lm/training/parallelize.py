@@ -38,6 +38,7 @@ from torch.utils.checkpoint import (
 )
 
 from lm import seeds
+from lm.any_model import AnyModel
 from lm.attention import compiler_options
 from lm.errors import ConfigError
 from lm.launch.console import announce, warn
@@ -49,7 +50,6 @@ from lm.training.config import ParallelConfig, count_groups
 from lm.training.float8 import convert_to_float8
 from lm.training.offload import offload_activations
 from lm.training.transfer import UNSCALED, Transfer
-from lm.transformers_model import AnyModel, TransformersModel
 
 OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 """Whether saved tensor hooks can see what selective recomputation saves in blocks that are not
@@ -105,7 +105,6 @@ SAVE_OPS = {
     torch.ops.lm.attend_to_spans.default,
     torch.ops.lm.grouped_mm.default,
     torch.ops.lm.four_bit_grouped_mm.default,
-    torch.ops.lm.gated_delta_rule.default,
 }
 """Operators whose outputs selective activation checkpointing saves.
 
@@ -136,6 +135,8 @@ def checkpoint_function(
     saved: set[Any] = set()
     if mode == "selective":
         saved |= SAVE_OPS
+        if hasattr(torch.ops.lm, "gated_delta_rule"):  # a class with it has been imported
+            saved.add(torch.ops.lm.gated_delta_rule.default)
     if has_experts:
         saved |= CHOICES
     policy = partial(_save_policy, saved)
@@ -271,8 +272,7 @@ def shard_in_float32(
     kept = model.kept_in_float32(dtype)
     if not kept:
         return
-    assert isinstance(model, TransformersModel)
-    base = model.network.base_model
+    base = cast(Any, model).network.base_model
     assert kept <= set(base.parameters())
     options = {**fsdp_options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     fully_shard(base, **options, ignored_params=set(base.parameters()) - kept)

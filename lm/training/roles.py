@@ -1,7 +1,6 @@
 """What a layer or a parameter of a model is: by its modules, and by names that classes share.
 
-Muon, weight decay, adapters, NF4, float8, the sizes of a model and the examination of a class ask
-here.
+Muon, weight decay, adapters, NF4, float8, lm/hf/sizes.py and the examination of a class ask here.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import nn
 
-from lm.model_config import LinearLayers
-from lm.transformers_config import ExpertMatrices
-from lm.transformers_model import AnyModel, find_blocks, without_numbers
+from lm.any_model import AnyModel
+from lm.transformers_config import without_numbers
 from lm.units import format_parameters
 from model import ExpertLinear
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 _ROUTERS = frozenset({"gate", "router"})
 """modules"""
@@ -194,45 +192,6 @@ def find_expert_matrices(module: nn.Module) -> list[ExpertMatrix]:
 
 _OF_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "config")
 """attributes that `use_experts_implementation` of transformers gives a module"""
-
-
-# ---- sizes
-
-
-class Sizes(NamedTuple):
-    """The sizes of a model that `TransformersConfig` holds."""
-
-    n_parameters: int
-    linear_layers: list[LinearLayers]
-    experts: list[ExpertMatrices]
-
-
-def measure_sizes(network: PreTrainedModel) -> Sizes:
-    """Return the sizes of a network."""
-    counts = Counter(
-        (layer.kind, layer.module.out_features, layer.module.in_features)
-        for layer in find_linear_layers(network, find_blocks(network))
-        if layer.is_called
-    )
-    layers = [
-        LinearLayers(kind=kind, out=out, inner=inner, count=count)
-        for (kind, out, inner), count in counts.items()
-    ]
-    return Sizes(sum(p.numel() for p in network.parameters()), layers, _count_experts(network))
-
-
-def _count_experts(network: PreTrainedModel) -> list[ExpertMatrices]:
-    counts: Counter[tuple[str, ExpertMatrix]] = Counter()
-    for block in find_blocks(network):
-        for path, module in block.named_modules():
-            for matrix in find_expert_matrices(module):
-                counts[f"{path.rpartition('.')[2]}.{matrix.name}", matrix] += 1
-    return [
-        ExpertMatrices(
-            kind=kind, out=matrix.out, inner=matrix.inner, n_experts=matrix.n_experts, count=count
-        )
-        for (kind, matrix), count in counts.items()
-    ]
 
 
 # ---- what the optimizer does with a parameter

@@ -23,9 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lm.any_model import AnyModel
 from lm.training.config import TransferConfig
 from lm.transformers_config import AnyModelConfig, TransformersConfig
-from lm.transformers_model import AnyModel
 from model import InitRule
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lm.any_model import new_model
 from lm.config.hyperparameters import Hyperparameters
 from lm.errors import ConfigError
 from lm.hf import export, weights
@@ -20,7 +21,7 @@ from lm.hf.base import load_trained_model
 from lm.training import four_bits, lora, parallelize
 from lm.training.four_bits import FORMATS, NF4, Format, quantize_nf4
 from lm.transformers_config import TransformersConfig
-from lm.transformers_model import NETWORK, new_model
+from lm.transformers_model import NETWORK
 from tests.support.hf import complete_values, read_with_model_defaults, save_model, train_reference
 from tests.support.parallelism import train_each
 from tests.support.ranks import run_ranks

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp import build_model
 from lm import generate
+from lm.any_model import AnyModel, new_model
 from lm.checkpoint.contents import load_weights
 from lm.checkpoint.headers import read_headers
 from lm.checkpoint.location import Location
@@ -31,7 +32,6 @@ from lm.memory import count_state
 from lm.resume import ResumePlan, load_checkpoint
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
-from lm.transformers_model import AnyModel, new_model
 from model import ModelConfig
 from tests.support import REPOSITORY
 from tests.support.checkpoints import (

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from lm import evaluate, generate
+from lm.any_model import AnyModel, new_model
 from lm.checkpoint.headers import read_headers
 from lm.checkpoint.manifest import read_manifest
 from lm.config.hyperparameters import Hyperparameters
@@ -29,7 +30,6 @@ from lm.hf import weights
 from lm.training import four_bits, lora
 from lm.training.config import LoraConfig
 from lm.training.four_bits import NF4, NF4Linear, quantize_nf4
-from lm.transformers_model import AnyModel, new_model
 from tests.support import REPOSITORY
 from tests.support.hf import (
     LLAMA,

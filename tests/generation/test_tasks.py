@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lm import evaluate as command
+from lm.any_model import AnyModel
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import MAX_LINE, ConfigError
@@ -28,7 +29,6 @@ from lm.tasks.packing import tokenize
 from lm.tasks.questions import read_tasks
 from lm.tasks.scoring import ChoiceScores, Scorer, grade
 from lm.tasks.task import Choice, Message, Question, Task
-from lm.transformers_model import AnyModel
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.forked import start_python

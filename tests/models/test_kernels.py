@@ -27,7 +27,8 @@ from lm.hf.weights import examined_config, model_defaults
 from lm.runtime.world import World
 from lm.training.lora import Adapters, LoraConfig
 from lm.transformers_config import Examined, Kernels, TransformersConfig
-from lm.transformers_model import TransformersModel, rule_by_fla, text_config
+from lm.transformers_linear import rule_by_fla
+from lm.transformers_model import TransformersModel, text_config
 from tests.support.hf import complete_values, read_with_model_defaults, save_model
 from tests.support.parallelism import train_each
 from tests.support.ranks import run_ranks

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lm.training.optim import OptimConfig, Optimizer
 from lm.training.roles import find_linear_layers, find_matrices, find_roundable
-from lm.transformers_model import TransformersModel, without_numbers
+from lm.transformers_config import without_numbers
+from lm.transformers_model import TransformersModel
 from tests.support.hf import complete_values
 from tests.support.hyperparameters import OF_TRANSFORMERS
 

@@ -23,6 +23,7 @@ from transformers.core_model_loading import MergeModulelist
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lm import generate, sampling
+from lm.any_model import new_model
 from lm.checkpoint.manifest import read_manifest
 from lm.config.reading import check_values
 from lm.errors import ConfigError
@@ -44,7 +45,6 @@ from lm.transformers_model import (
     NETWORK,
     TransformersModel,
     build_network,
-    new_model,
     read_config,
     text_config,
 )

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from fsdp import build_model
 from lm.checkpoint.contents import load_weights
 from lm.config.reading import read_hyperparameters
-from lm.context import apply_rule
 from lm.data.loader import Loader, MicroBatch
 from lm.data.run_data import open_data
 from lm.errors import ConfigError
@@ -25,6 +24,7 @@ from lm.objectives.dpo import DPO
 from lm.objectives.objective import NextToken
 from lm.runtime.world import World
 from lm.training import parallelize
+from lm.transformers_linear import apply_rule
 from model import Transformer
 from tests.support.hf import read_with_model_defaults, save_model
 from tests.support.hyperparameters import LLAMA_STYLE, TINY

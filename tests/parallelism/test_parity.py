@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
+from lm.any_model import new_model
 from lm.attention import compiler_options
 from lm.checkpoint.headers import read_headers
 from lm.config.hyperparameters import Hyperparameters
@@ -31,7 +32,6 @@ from lm.model_config import ModelConfig
 from lm.runtime.world import MeshShape, World
 from lm.training import optim, parallelize
 from lm.training.float8 import convert_to_float8, find_layers
-from lm.transformers_model import new_model
 from model import IGNORE_INDEX, Transformer
 from tests.support.hf import read_with_model_defaults, save_model
 from tests.support.hyperparameters import LLAMA_STYLE, TINY

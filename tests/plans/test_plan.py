@@ -24,6 +24,7 @@ from fsdp import build_model
 from lm.config.hyperparameters import Hyperparameters
 from lm.context import new_context_group
 from lm.errors import ConfigError
+from lm.hf.sizes import measure_sizes
 from lm.hf.small_config import small_configs
 from lm.memory import USABLE, MemoryCheck, Ranks, count_copied_bytes, count_state
 from lm.metrics.device import GIB
@@ -33,7 +34,6 @@ from lm.plan.__main__ import main, parse_plan_arguments
 from lm.plan.describe import change_settings, describe_ranks, load_hyperparameters
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
-from lm.training.roles import measure_sizes
 from lm.transformers_model import build_network, read_config, text_config
 from tests.support import REPOSITORY
 from tests.support.hf import complete_values, read_with_model_defaults

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from fsdp import build_model
+from lm.any_model import AnyModel
 from lm.checkpoint.manifest import read_manifest
 from lm.config.reading import read_hyperparameters
 from lm.runtime.world import World
 from lm.training import optim, parallelize
-from lm.transformers_model import AnyModel
 from model import ModelConfig
 from tests.support.checkpoints import RUN_INFO, load_state, open_checkpointer, save_state
 from tests.support.hyperparameters import TINY

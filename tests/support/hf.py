@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from lm.any_model import new_model
 from lm.config.hyperparameters import Hyperparameters
 from lm.config.reading import read_hyperparameters
 from lm.data.loader import Loader
@@ -19,7 +20,7 @@ from lm.data.run_data import open_data
 from lm.hf import weights
 from lm.hf.small_config import small_configs
 from lm.training import lora, parallelize
-from lm.transformers_model import NETWORK, new_model, read_config, text_config
+from lm.transformers_model import NETWORK, read_config, text_config
 from model import IGNORE_INDEX
 
 VOCABULARY = 300

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from lm.any_model import new_model
 from lm.checkpoint.compare import require_same_structure
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.runtime.world import World
 from lm.transformers_config import TransformersConfig
-from lm.transformers_model import new_model
 from model import ModelConfig
 from tests.support.hf import (
     GPT2,

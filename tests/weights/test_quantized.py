@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+from lm.any_model import new_model
 from lm.checkpoint.__main__ import main as checkpoint_command
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
@@ -23,7 +24,6 @@ from lm.hf.class_weights import open_weights
 from lm.hf.export import export_model
 from lm.training import lora
 from lm.training.four_bits import MXFP4
-from lm.transformers_model import new_model
 from tests.support.hf import LLAMA, read_with_model_defaults
 from tests.support.ranks import run_ranks
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
