@@ -40,8 +40,6 @@ class _Job:
 
 def _enter(rank: int, job: _Job) -> None:
     faulthandler.enable()  # a rank that PyTorch aborts prints where it was
-    # Optional, as in a run without it: drawing the report takes half of a short run.
-    sys.modules["matplotlib"] = None  # type: ignore[assignment]
     os.environ.update(job.env)
     torch.set_num_threads(1)
     per_node = job.size // job.nodes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from determined import core
 
 import fsdp
@@ -39,9 +41,14 @@ def train_in_world(
     )
     run_dir = RunDir(hp.run.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
-    with core.init(
-        distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
-    ) as context:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        core.init(
+            distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
+        ) as context,
+    ):
+        # Optional, as in a run without it: drawing the report takes half of a short run.
+        patch.setitem(sys.modules, "matplotlib.figure", None)
         job = fsdp.Job(hp, None, run_dir)
         store = open_store(context.checkpoint, None, run_dir, world)
         fsdp.execute(job, world, context, store, StepObserver(world, on_step_start))
