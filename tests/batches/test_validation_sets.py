@@ -52,7 +52,7 @@ def texts_of(data: Data) -> dict[str | None, str]:
     return texts
 
 
-@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf"])
+@pytest.mark.parametrize("dataset", ["text", "jsonl", pytest.param("hf", marks=pytest.mark.slow)])
 def test_val_data_opens_each_set_by_name(dataset: str, tmp_path: Path) -> None:
     paths = write_texts(tmp_path)
     if dataset == "jsonl":
@@ -123,7 +123,7 @@ def test_val_data_names_and_values_are_checked(val_data: dict[str, Any], part: s
     assert part in problem
 
 
-@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf"])
+@pytest.mark.parametrize("dataset", ["text", "jsonl", pytest.param("hf", marks=pytest.mark.slow)])
 def test_val_data_errors_name_the_set(dataset: str, tmp_path: Path) -> None:
     paths = write_texts(tmp_path) | {"none": str(tmp_path / "none.txt")}
     if dataset == "jsonl":

@@ -291,7 +291,16 @@ def trl_templates() -> list[Path]:
     return sorted(Path(package, "chat_templates").glob("*.jinja"))
 
 
-@pytest.mark.parametrize("unset", [(), ("bos_token", "pad_token", "unk_token"), ("eos_token",)])
+@pytest.mark.parametrize(
+    "unset",
+    [
+        (),
+        *(
+            pytest.param(names, marks=pytest.mark.slow)
+            for names in (("bos_token", "pad_token", "unk_token"), ("eos_token",))
+        ),
+    ],
+)
 def test_trl_templates_write_ids_as_transformers(
     unset: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +372,7 @@ def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
     assert len(compared) >= 28
 
 
+@pytest.mark.slow
 def test_trl_templates_that_are_refused_name_their_twins(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": DIALOG}])
     folder = str(save_tokenizer(tmp_path))
@@ -380,6 +390,7 @@ def test_trl_templates_that_are_refused_name_their_twins(tmp_path: Path) -> None
     assert {"qwen3", "deepseek_r1_distill", "gptoss", "phi3", "glm4moe"} <= set(refused)
 
 
+@pytest.mark.slow
 def test_trl_templates_mark_the_same_targets_in_a_completion(tmp_path: Path) -> None:
     """As in messages of which the replies before it have weight 0."""
     weighted = [DIALOG[0], DIALOG[1] | {"weight": 0}, *DIALOG[2:]]
@@ -521,7 +532,9 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize(
+    "chat", [pytest.param(chat, marks=[pytest.mark.slow] * (chat != "name")) for chat in CHATS]
+)
 def test_string_that_a_template_leaves_out_is_refused(chat: str, tmp_path: Path) -> None:
     words = set(re.findall(WORDS, json.dumps(CHATS[chat])))
     file = write(tmp_path / "a.jsonl", [{"messages": CHATS[chat]}])
