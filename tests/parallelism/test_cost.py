@@ -24,7 +24,6 @@ QUICK: dict[str, dict[str, Any]] = {
     "layers-3": {"n_layers": 3},
 }
 TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
-    **{name: {"sharding": name} for name in SHARDINGS[1:]},
     **{f"{name}-x3": {"sharding": name, "total_batch_size": 6} for name in SHARDINGS},
     "full-shard-x3-each": {"total_batch_size": 6, "sync_each_micro_step": True},
     "one-unit": {"layer_wrap": False},
@@ -42,7 +41,6 @@ FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
         "total_batch_size": 12,
     },
 }
-FOUR["hybrid-grad-shard-x3-each"] = FOUR["hybrid-grad-shard-x3"] | {"sync_each_micro_step": True}
 
 
 @pytest.fixture(scope="module")

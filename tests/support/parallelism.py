@@ -58,7 +58,7 @@ OFFLOADED: dict[str, Any] = {"n_layers": 4, "max_seq_len": 32, "activation_offlo
 """A model whose blocks save enough for the backward pass to be offloaded."""
 
 EQUIVALENT_OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {"sharding": name} for name in STRATEGIES},
+    **{name: {"sharding": name} for name in STRATEGIES if not name.startswith("hybrid")},
     "4x1": {"batch_size": 4},
     "1x4": {"batch_size": 1},
     "1x4-no-shard": {"batch_size": 1, "sharding": "no-shard"},
@@ -69,9 +69,8 @@ EQUIVALENT_OPTIONS: dict[str, dict[str, Any]] = {
     "recompute-some": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
     "offload-activations": OFFLOADED,
-    "recompute-and-offload": OFFLOADED | {"activation_checkpointing": "full"},
 }
-"""Options that train as one process does without them."""
+"""Options of two ranks that train as one process does without them."""
 
 AMP_DTYPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"amp_dtype": "bfloat16"},
