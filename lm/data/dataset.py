@@ -13,9 +13,11 @@ loss by their number. Both records also carry the state of streams after the bat
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -144,18 +146,32 @@ def validation_metric_names(
         has_text: the tokens have a tokenizer.
         statistics: those of an objective that are wanted instead; () = the losses.
     """
-    if statistics:
-        named = [each for each in sets if each.name is not None]
-        return [*statistics, *(each.metric(name) for each in named for name in statistics)]
-    names = ["loss"]
-    if has_perplexity(sets):
-        names.append("perplexity")
-    if has_text and all(each.dataset.has_bytes for each in sets):
-        names.append("bits_per_byte")
-    for validation_set in sets:
-        if validation_set.name is None:
-            continue
-        names.append(validation_set.metric("loss"))
-        if has_text and validation_set.dataset.has_bytes:
-            names.append(validation_set.metric("bits_per_byte"))
-    return names
+    of_each: list[dict[str, float]] = []
+    for each in sets:
+        names = [*statistics] or ["loss"]
+        if not statistics and has_text and each.dataset.has_bytes:
+            names.append("bits_per_byte")
+        of_each.append(dict.fromkeys(names, 0.0))
+    return list(combine_metrics(sets, of_each))
+
+
+def combine_metrics(
+    sets: Sequence[ValidationSet], of_each: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the metrics of a validation: means over the sets, then those of each named set.
+
+    Args:
+        of_each: the metrics of each set.
+    """
+    metrics: dict[str, float] = {}
+    for name in of_each[0]:
+        values = [of_set[name] for of_set in of_each if name in of_set]
+        if len(values) == len(of_each):
+            metrics[name] = fmean(values)
+        if name == "loss" and has_perplexity(sets):
+            metrics["perplexity"] = math.exp(min(metrics["loss"], 700))  # a finite float
+    for validation_set, of_set in zip(sets, of_each, strict=True):
+        if validation_set.name is not None:
+            for name, value in of_set.items():
+                metrics[validation_set.metric(name)] = value
+    return metrics

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lm.data.dataset import ValidationSet, has_perplexity
+from lm.data.dataset import ValidationSet, combine_metrics
 from lm.runtime.world import World
 
 
@@ -44,25 +43,12 @@ class ValidationSums:
         """Return the metrics over all ranks: means over the sets, then those of each named set."""
         of_ranks = self._world.all_gather(self._sums).cpu()  # R, sets, sums
         of_each: list[dict[str, float]] = []
-        of_named_sets: dict[str, float] = {}
-        for number, validation_set in enumerate(self._sets):
+        for number, n_bytes in enumerate(self._n_bytes):
             loss_sum, n_terms, *sums = map(math.fsum, of_ranks[:, number].T.tolist())
             of_set = {"loss": loss_sum / n_terms}
             for name, its_sum in zip(self._names, sums, strict=True):
                 of_set[name] = its_sum / n_terms
-            n_bytes = self._n_bytes[number]
             if n_bytes > 0:
                 of_set["bits_per_byte"] = loss_sum / math.log(2) / n_bytes
             of_each.append(of_set)
-            if validation_set.name is not None:
-                for name, value in of_set.items():
-                    of_named_sets[validation_set.metric(name)] = value
-
-        metrics: dict[str, float] = {}
-        for name in of_each[0]:
-            values = [of_set[name] for of_set in of_each if name in of_set]
-            if len(values) == len(of_each):
-                metrics[name] = statistics.fmean(values)
-            if name == "loss" and has_perplexity(self._sets):
-                metrics["perplexity"] = math.exp(min(metrics["loss"], 700))  # a finite float
-        return metrics | of_named_sets
+        return combine_metrics(self._sets, of_each)
