@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.token_writer import TokenChunk
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT
-from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
+from lm.data.tokenizer.loading import Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix
 
 CHUNK_SIZE = 1 << 17
@@ -39,26 +39,19 @@ class Document:
     is_end: bool = True
 
 
-@dataclass
-class _TextChunk:
-    held_out: bool
-    parts: list[Document] = field(default_factory=list)
-    n_characters: int = 0
-
-
 def encode_in_threads(
-    documents: Iterable[Document], tokenizer: Tokenizer, n_threads: int, n_skipped: int = 0
-) -> Generator[TokenChunk]:
-    """Yield the tokens of `documents`, each with an end-of-text token, in order for each split.
+    parts: Iterable[Document], tokenizer: Tokenizer, n_threads: int, n_skipped: int = 0
+) -> Generator[list[TokenChunk]]:
+    """Yield the tokens of parts of documents, each with an end-of-text token, in order.
 
     The first `n_skipped` chunks are not encoded.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the threads has one core
     pool = ThreadPoolExecutor(n_threads)
-    pending: deque[Future[TokenChunk]] = deque()
+    pending: deque[Future[list[TokenChunk]]] = deque()
     try:
-        for chunk in itertools.islice(_group_parts(documents), n_skipped, None):
-            pending.append(pool.submit(_encode_chunk, chunk, tokenizer))
+        for chunk in itertools.islice(_group_parts(parts), n_skipped, None):
+            pending.append(pool.submit(_encode_parts, chunk, tokenizer))
             if len(pending) > CHUNKS_PER_THREAD * n_threads:
                 yield pending.popleft().result()
         while pending:
@@ -78,7 +71,14 @@ def split_document(
     pieces = filter(None, tokenizer.split(blocks))
     piece = next(pieces, "")
     is_start = True
+    seen = ""
     while piece:
+        if document.is_file:
+            seen += piece
+            if END_OF_TEXT in seen:
+                with error_prefix(document.place):
+                    _check_end_of_text(tokenizer)
+            seen = seen[-len(END_OF_TEXT) :]  # of which the next piece may have the rest
         following = next(pieces, "")
         size = document.size
         if size is None:
@@ -90,47 +90,43 @@ def split_document(
         piece = following
 
 
-def _group_parts(parts: Iterable[Document]) -> Iterator[_TextChunk]:
-    """Yield chunks of at least `CHUNK_SIZE` characters, and what remains at the end."""
-    chunks = {False: _TextChunk(held_out=False), True: _TextChunk(held_out=True)}
+def _group_parts(parts: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield parts that have together at least `CHUNK_SIZE` characters, and what remains."""
+    chunk: list[Document] = []
+    n_characters = 0
     for part in parts:
-        chunk = chunks[part.held_out]
-        chunk.parts.append(part)
-        chunk.n_characters += len(part.text)
-        if chunk.n_characters >= CHUNK_SIZE:
+        chunk.append(part)
+        n_characters += len(part.text)
+        if n_characters >= CHUNK_SIZE:
             yield chunk
-            chunks[part.held_out] = _TextChunk(part.held_out)
-    for chunk in chunks.values():
-        if chunk.parts:
-            yield chunk
+            chunk = []
+            n_characters = 0
+    if chunk:
+        yield chunk
 
 
-def _encode_chunk(chunk: _TextChunk, tokenizer: Tokenizer) -> TokenChunk:
-    check = ByteCheck()
-    encoded: list[NDArray[np.uint32]] = []
-    ends: list[int] = []
-    n_tokens = 0
-    for part in chunk.parts:
+def _encode_parts(parts: Sequence[Document], tokenizer: Tokenizer) -> list[TokenChunk]:
+    """Return the tokens of each split that has parts."""
+    chunks: dict[bool, TokenChunk] = {}
+    for part in parts:
+        chunk = chunks.setdefault(part.held_out, TokenChunk(part.held_out))
         with error_prefix(part.place):
             ids = _encode_part(part, tokenizer)
-        check.add(tokenizer, part.text, ids, is_start=part.is_start)
+        if chunk.has_bytes:
+            chunk.has_bytes = tokenizer.tells_bytes(part.text, ids, is_start=part.is_start)
         if part.is_end:
             ids = end_text(ids, tokenizer.eos_id)
         if part.is_file:
-            inner_ends = n_tokens + 1 + np.flatnonzero(ids == tokenizer.eos_id)
-            ends += inner_ends.tolist()
+            inner_ends = chunk.n_tokens + 1 + np.flatnonzero(ids == tokenizer.eos_id)
+            chunk.ends += inner_ends.tolist()
         elif part.is_end:
-            ends.append(n_tokens + len(ids))
-        encoded.append(ids)
-        n_tokens += len(ids)
-    ids = np.concatenate(encoded)
-    size = sum(part.size or 0 for part in chunk.parts)
-    return TokenChunk(ids, np.array(ends, np.int64), chunk.held_out, size, check.is_exact)
+            chunk.ends.append(chunk.n_tokens + len(ids))
+        chunk.add(ids)
+        chunk.size += part.size or 0
+    return list(chunks.values())
 
 
 def _encode_part(part: Document, tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    if part.is_file and END_OF_TEXT in part.text:
-        _check_end_of_text(tokenizer)
     if not part.is_start:
         return tokenizer.encode_piece(part.text)
     (ids,) = tokenizer.encode_batch([part.text])

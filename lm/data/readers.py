@@ -165,12 +165,12 @@ def read_ids(path: Path, vocab_size: int, eos_id: int) -> Iterator[TokenChunk]:
                 ids = _without_repeated(ids, eos_id, previous_id)
                 if len(ids) > 0:
                     ends = np.flatnonzero(ids == eos_id) + 1
-                    yield TokenChunk(ids, ends, held_out=False, size=ids.nbytes)
+                    yield TokenChunk(False, ids.nbytes, len(ids), [ids], ends=ends.tolist())
                     previous_id = int(ids[-1])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as HDF5: {error}") from None
     if previous_id != eos_id:  # the last document has no end yet
-        yield TokenChunk(np.array([eos_id], np.uint32), np.array([1]), held_out=False, size=0)
+        yield TokenChunk(False, 0, 1, [np.array([eos_id])], ends=[1])
 
 
 def _open_ids(path: Path, file: Any) -> Any:

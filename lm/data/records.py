@@ -16,7 +16,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lm.data.documents import total_size
 from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
@@ -74,20 +73,6 @@ class _Piece:
     lines: list[RawLine] = field(default_factory=list)
     size: int = 0
     """bytes of input"""
-
-
-@dataclass
-class _Documents:
-    """Tokens of records of one split."""
-
-    size: int = 0
-    """bytes of input"""
-    ids: list[NDArray[np.uint32]] = field(default_factory=list)
-    """of each document, (tokens,)"""
-    are_targets: list[NDArray[np.bool_]] = field(default_factory=list)
-    """whether each token is learned"""
-    has_bytes: bool = True
-    """see `TokenChunk`"""
 
 
 def _tokenize_files(
@@ -177,33 +162,24 @@ class _PieceTokenizer:
 
     def __call__(self, piece: _Piece) -> list[TokenChunk]:
         """Return the tokens of each split that has records in a piece."""
-        splits: dict[bool, _Documents] = {}
-        rendered: list[tuple[_Documents, str, RenderedRecord]] = []
+        chunks: dict[bool, TokenChunk] = {}
+        rendered: list[tuple[TokenChunk, str, RenderedRecord]] = []
         for number, raw_line in enumerate(piece.lines, piece.first_line):
             line = parse_line(raw_line)
-            documents = splits.setdefault(self._is_held_out(line, number), _Documents())
-            documents.size += line.size
-            rendered += [(documents, line.place, each) for each in self._renderer.render(line)]
-        for documents, place, record in rendered:  # faster than between renderings
+            held_out = self._is_held_out(line, number)
+            chunk = chunks.setdefault(held_out, TokenChunk(held_out))
+            chunk.size += line.size
+            rendered += [(chunk, line.place, each) for each in self._renderer.render(line)]
+        for chunk, place, record in rendered:  # faster than between renderings
             with error_prefix(place):
-                self._tokenize(record, documents)
-        return [
-            TokenChunk(
-                ids=np.concatenate(documents.ids),
-                ends=np.cumsum([len(ids) for ids in documents.ids]),
-                held_out=held_out,
-                size=documents.size,
-                has_bytes=documents.has_bytes,
-                is_target=np.concatenate(documents.are_targets),
-            )
-            for held_out, documents in splits.items()
-        ]
+                self._tokenize(record, chunk)
+        return list(chunks.values())
 
-    def _tokenize(self, record: RenderedRecord, documents: _Documents) -> None:
+    def _tokenize(self, record: RenderedRecord, chunk: TokenChunk) -> None:
         """Add the tokens of a record, or of one document of a pair."""
         tokenizer = self.tokenizer
         ids, ends = tokenizer.encode_with_ends(record.text, with_start=not record.is_chat)
-        documents.has_bytes = documents.has_bytes and tokenizer.tells_bytes(record.text, ids)
+        chunk.has_bytes = chunk.has_bytes and tokenizer.tells_bytes(record.text, ids)
         is_target = np.full(len(ids), record.target_spans is None)
         for span in record.target_spans or ():
             is_target |= (ends > span.start) & (ends <= span.stop)
@@ -211,5 +187,6 @@ class _PieceTokenizer:
             ids = end_text(ids, tokenizer.eos_id)
             # The end of the text is a target, too.
             is_target = np.append(is_target[: len(ids) - 1], True)
-        documents.ids.append(ids)
-        documents.are_targets.append(is_target)
+        chunk.add(ids)
+        chunk.are_targets.append(is_target)
+        chunk.ends.append(chunk.n_tokens)

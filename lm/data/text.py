@@ -88,8 +88,7 @@ class TextFiles:
         split = (split_document(each.document, each.blocks(), tokenizer) for each in self.read())
         parts = itertools.chain.from_iterable(split)
         with closing(encode_in_threads(parts, tokenizer, usable_cores(), n_skipped)) as chunks:
-            for chunk in chunks:
-                yield [chunk]
+            yield from chunks
 
 
 def write_text(

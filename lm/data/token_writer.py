@@ -32,17 +32,24 @@ _PROGRESS = ".progress.json"
 class TokenChunk:
     """Tokens of documents of one split."""
 
-    ids: NDArray[np.integer[Any]]
-    ends: NDArray[np.int64]
-    """the position in `ids` after the last token of each document; the last document may continue
-    in the next chunk"""
     held_out: bool
-    size: int
+    size: int = 0
+    n_tokens: int = 0
+    ids: list[NDArray[np.integer[Any]]] = field(default_factory=list)
+    """in parts, (tokens,)"""
+    are_targets: list[NDArray[np.bool_]] = field(default_factory=list)
+    """of each part, whether each token is learned; [] = all are"""
+    ends: list[int] = field(default_factory=list)
+    """the number of tokens up to the end of each document; the last document may continue in the
+    next chunk"""
     """bytes of input"""
     has_bytes: bool = True
     """whether the ids tell how many bytes of text they are"""
-    is_target: NDArray[np.bool_] | None = None
-    """of each token, whether it is learned; None = all are"""
+
+    def add(self, ids: NDArray[np.integer[Any]]) -> None:
+        """Append tokens."""
+        self.ids.append(ids)
+        self.n_tokens += len(ids)
 
 
 @dataclass
@@ -100,17 +107,17 @@ class TokenFileWriter:
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
         written = self.written
-        ids = chunk.ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False)
-        self._append(".bin", ids)
-        self._append(".ends", (chunk.ends + written.tokens).astype("<u8"))
-        if chunk.is_target is not None:
-            bits = np.concatenate([np.array(written.bits, np.bool_), chunk.is_target])
+        ids = np.concatenate(chunk.ids)
+        self._append(".bin", ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False))
+        self._append(".ends", np.array(chunk.ends, "<u8") + np.uint64(written.tokens))
+        if chunk.are_targets:
+            bits = np.concatenate([np.array(written.bits, np.bool_), *chunk.are_targets])
             n_bits = len(bits) // 8 * 8
             self._append(".mask", np.packbits(bits[:n_bits], bitorder="little"))
             written.bits = bits[n_bits:].tolist()
-        written.tokens += len(chunk.ids)
+        written.tokens += chunk.n_tokens
         written.documents += len(chunk.ends)
-        written.max_id = max(written.max_id, int(chunk.ids.max(initial=0)))
+        written.max_id = max(written.max_id, int(ids.max(initial=0)))
         written.has_bytes = written.has_bytes and chunk.has_bytes
 
     def _append(self, suffix: str, values: NDArray[Any]) -> None:

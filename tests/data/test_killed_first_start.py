@@ -37,7 +37,7 @@ def counted(function):
     return call
 
 tokenizer = load_tokenizer("bytes")
-encoder._encode_chunk = counted(encoder._encode_chunk)
+encoder._encode_parts = counted(encoder._encode_parts)
 encoder.CHUNKS_PER_THREAD = 0  # none ahead of what is written
 if kind == "text":
     files = tokenized.tokenize_text(sorted(Path("in").iterdir()), tokenizer, holds_out=True)

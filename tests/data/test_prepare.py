@@ -333,7 +333,7 @@ def joined(chunks: Iterator[TokenChunk]) -> tuple[list[int], list[int]]:
     ends: list[int] = []
     for chunk in chunks:
         ends += [len(ids) + int(end) for end in chunk.ends]
-        ids += chunk.ids.tolist()
+        ids += np.concatenate(chunk.ids).tolist()
     return ids, ends
 
 

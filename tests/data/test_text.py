@@ -365,4 +365,12 @@ def test_character_that_is_cut_is_named_by_its_byte(at_end: bool, tmp_path: Path
         cut += b"x"
     path.write_bytes(cut)
     with pytest.raises(ConfigError, match=f"byte {READ_BLOCK_BYTES - 1} is not UTF-8; "):
+@pytest.mark.parametrize("n_before", [1, 7, 12])
+def test_end_of_text_in_two_blocks_is_found(n_before: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * (READ_BLOCK_BYTES - n_before) + END_OF_TEXT + "to be")
+    with pytest.raises(ConfigError, match=f"^{path}: has {re.escape(END_OF_TEXT)}, "):
+        read_text([path], TOKENIZER)
+
+
         list(read_text_blocks(path))
