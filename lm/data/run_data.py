@@ -23,7 +23,7 @@ from lm.data.tokenized import (
     tokenize_text,
 )
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
-from lm.data.tokenizer.loading import ByteCheck, Tokenizer, load_tokenizer
+from lm.data.tokenizer.loading import Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fileio import home_path
@@ -433,17 +433,13 @@ def _open_stream(
     documents, fingerprint = stream.open_documents(
         where, "train_data", "train", config.hf_config, field
     )
-    # One token more than the inputs, as the target of the last.
-    n_tokens = config.validation_batches * global_batch_size * seq_len + 1
+    n_samples = config.validation_batches * global_batch_size
     validation: list[ValidationSet] = []
     for name, val_data in (config.named_val_data or {None: None}).items():
         key = set_key(name)
         held_out = _open_held_out_documents(config, where, val_data, key)
-        check = ByteCheck()
-        tokens = stream.first_tokens(held_out, field, tokenizer, n_tokens, key, check)
-        validation.append(
-            ValidationSet(name, WindowDataset(tokens, seq_len, has_bytes=check.is_exact))
-        )
+        dataset = stream.open_windows(held_out, field, tokenizer, n_samples, seq_len, key)
+        validation.append(ValidationSet(name, dataset))
     shuffle_seed = None
     if config.shuffle:
         shuffle_seed = seed

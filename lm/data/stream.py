@@ -16,6 +16,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,8 @@ from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.documents import STREAMED, stream_records
 from lm.data.files import find_files, format_of
 from lm.data.record_fields import check_text, fill
-from lm.data.tokenizer.loading import ByteCheck, Tokenizer, end_text
-from lm.data.windows import next_token_sample
+from lm.data.tokenizer.loading import Tokenizer, end_text
+from lm.data.windows import WindowDataset, next_token_sample
 from lm.data.worker import Worker
 from lm.errors import ConfigError, error_text, oserror_as_config_error
 from lm.launch.requirements import requires
@@ -120,28 +121,45 @@ def _files_fingerprint(files: Sequence[Path]) -> str:
     return f"{len(files)} files, sha256 of names, sizes and ends {digest.hexdigest()}"
 
 
-def first_tokens(
+def open_windows(
     documents: Documents,
     text_source: str,
     tokenizer: Tokenizer,
-    count: int,
+    n_samples: int,
+    seq_len: int,
     key: str,
-    check: ByteCheck | None = None,
-) -> NDArray[np.int64]:
-    """Return the first tokens of validation documents, at most `count`: shape (tokens,).
+) -> WindowDataset:
+    """Return the first samples of validation documents, at most `n_samples`.
 
     Each document ends with an end-of-text token; empty ones are left out. `key` names them in
     errors. `text_source` is a key of their records, or a template of keys.
     """
-    texts = (_document_text(record, text_source, i) for i, record in enumerate(documents))
-    tokenized = _tokenize_documents(texts, tokenizer, check)
-    tokens = itertools.chain.from_iterable(ids.tolist() for ids in tokenized)
+    n_tokens = n_samples * seq_len + 1  # the last one as a target only
+    ids: list[NDArray[np.uint32]] = []
+    n_read = 0
+    has_bytes = True
+    with _reading(key):
+        texts = (_document_text(record, text_source, i) for i, record in enumerate(documents))
+        for document in _tokenize_documents(texts, tokenizer):
+            ids.append(document.ids)
+            n_read += len(document.ids)
+            has_bytes = has_bytes and tokenizer.tells_bytes(document.text, document.ids)
+            if n_read >= n_tokens:
+                break
+    tokens = np.concatenate([np.empty(0, np.int64), *ids], dtype=np.int64)[:n_tokens]
+    return WindowDataset(tokens, seq_len, has_bytes=has_bytes)
+
+
+@contextmanager
+def _reading(key: str, *, rank_local: bool = False) -> Iterator[None]:
+    """Name the hyperparameter `key` in what reading its data raises."""
     try:
-        return np.fromiter(itertools.islice(tokens, count), np.int64)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
-    except Exception as error:
-        raise ConfigError(f"{key}: cannot be read: {error_text(error)}") from None
+        raise ConfigError(f"{key}: {error}", rank_local=rank_local) from None
+    except Exception as error:  # each format and each file system raises its own
+        problem = f"{key}: cannot be read: {error_text(error)}"
+        raise ConfigError(problem, rank_local=rank_local) from None
 
 
 def read_once(
@@ -149,10 +167,8 @@ def read_once(
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a dataset; see `open_documents`."""
     documents, _ = open_documents(where, key, split, name, field)
-    try:
+    with _reading(f"{key}: {where}"):
         yield from documents
-    except Exception as error:  # each format and each file system raises its own
-        raise ConfigError(f"{key}: {where}: cannot be read: {error_text(error)}") from None
 
 
 def _document_text(record: Mapping[str, Any], text_source: str, number: int) -> str:
@@ -162,16 +178,18 @@ def _document_text(record: Mapping[str, Any], text_source: str, number: int) -> 
         raise ConfigError(f"document {number}: {error}") from None
 
 
-def _tokenize_documents(
-    texts: Iterable[str], tokenizer: Tokenizer, check: ByteCheck | None = None
-) -> Iterator[NDArray[np.uint32]]:
-    """Yield the tokens of each text that is not empty, with an end-of-text token, once."""
+class _Document(NamedTuple):
+    text: str
+    ids: NDArray[np.uint32]
+    """with an end-of-text token, once"""
+
+
+def _tokenize_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[_Document]:
+    """Yield each text that is not empty with its tokens."""
     remaining = filter(None, texts)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_PER_CALL)):
         for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-            if check is not None:
-                check.add(tokenizer, text, ids)
-            yield end_text(ids, tokenizer.eos_id)
+            yield _Document(text, end_text(ids, tokenizer.eos_id))
 
 
 class Window(NamedTuple):
@@ -207,13 +225,8 @@ class TokenStream:
 
     def __iter__(self) -> Iterator[Window]:
         """Yield windows from `state` on."""
-        try:
+        with _reading("train_data", rank_local=True):
             yield from self._windows()
-        except ConfigError as error:
-            raise ConfigError(f"train_data: {error}", rank_local=True) from None
-        except Exception as error:  # each format and each file system raises its own
-            problem = f"train_data: cannot be read: {error_text(error)}"
-            raise ConfigError(problem, rank_local=True) from None
 
     def _windows(self) -> Iterator[Window]:
         ids = np.empty(0, np.int64)  # that no window holds yet but as its last target
@@ -223,7 +236,7 @@ class TokenStream:
         for position, texts in self._blocks():
             blocks.append((first + len(ids), position))
             for n_documents, document in enumerate(_tokenize_documents(texts, self.tokenizer), 1):
-                ids = np.concatenate([ids, document], dtype=np.int64)
+                ids = np.concatenate([ids, document.ids], dtype=np.int64)
                 n_resumed = min(max(start - first, 0), len(ids))
                 ids = ids[n_resumed:]
                 first += n_resumed

@@ -30,8 +30,8 @@ from lm.data.stream import (
     StreamedSource,
     TokenStream,
     Window,
-    first_tokens,
     open_documents,
+    open_windows,
 )
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.windows import WindowDataset
@@ -325,7 +325,9 @@ def test_stream_reads_every_format(tmp_path: Path) -> None:
     for name in ("parquet", "a.arrow", "a.csv", "texts"):
         documents, _ = open_documents(str(tmp_path / name), "train_data", "train", None)
         assert (
-            BYTES.decode(first_tokens(documents, "text", BYTES, 100, "val_data").tolist())
+            BYTES.decode(
+                open_windows(documents, "text", BYTES, 100, 1, "val_data").tokens[:].tolist()
+            )
             == "one\n\ntwo\n\n"
         ), name
 
@@ -354,7 +356,7 @@ def test_stream_reads_json_lines_or_one_array(
     )
     documents, _ = open_documents(str(tmp_path / "a.json"), "train_data", "train", None)
     assert (
-        BYTES.decode(first_tokens(documents, "text", BYTES, 100, "val_data").tolist())
+        BYTES.decode(open_windows(documents, "text", BYTES, 100, 1, "val_data").tokens[:].tolist())
         == "one\n\ntwo\n\n"
     )
     lines = np.random.default_rng(0).bytes(9999).hex()  # more than one block of a compressed file
@@ -363,14 +365,16 @@ def test_stream_reads_json_lines_or_one_array(
     )
     documents, _ = open_documents(str(tmp_path / "c.json.zst"), "train_data", "train", None)
     assert (
-        BYTES.decode(first_tokens(documents, "text", BYTES, 30_000, "val_data").tolist())
+        BYTES.decode(
+            open_windows(documents, "text", BYTES, 30_000, 1, "val_data").tokens[:].tolist()
+        )
         == lines + "\n\n"
     )
     deep = "[" * 200_000 + "]" * 200_000
     (tmp_path / "b.jsonl").write_text(f'{{"text": "one"}}\n{{"text": "two", "x": {deep}}}\n')
     documents, _ = open_documents(str(tmp_path / "b.jsonl"), "train_data", "train", None)
     with pytest.raises(ConfigError, match=r"b\.jsonl:2: "):
-        first_tokens(documents, "text", BYTES, 100, "val_data")
+        open_windows(documents, "text", BYTES, 100, 1, "val_data")
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from lm.data.blocks import read_blocks
 from lm.data.encoder import CHUNK_SIZE
 from lm.data.readers import read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
-from lm.data.stream import TokenStream, first_tokens, open_documents
-from lm.data.token_file import read_index
+from lm.data.stream import TokenStream, open_documents, open_windows
+from lm.data.token_file import SPLITS, read_index
 from lm.data.token_writer import TokenChunk
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT
@@ -503,7 +503,7 @@ def test_prepare_and_stream_read_the_same_documents(name: str, tmp_path: Path) -
     path.write_bytes(content)
     assert read(path) == texts
     records, _ = open_documents(str(path), "train_data", "train", None)
-    tokens = first_tokens(records, "text", ByteTokenizer(), 1_000_000, "val_data")
+    tokens = open_windows(records, "text", ByteTokenizer(), 1_000_000, 1, "val_data").tokens[:]
     assert tokens.tolist() == list(itertools.chain.from_iterable(as_bytes(*texts)))
     if texts:
         stream = TokenStream(records, "text", ByteTokenizer(), 1, None)

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -395,7 +396,7 @@ def test_tokenizer_that_fails_in_the_library_is_named(changes: dict[str, Any], s
         lambda: tokenizer.encode("text"),
         lambda: tokenizer.encode_batch(["text"]),
         lambda: tokenizer.encode_with_ends("text", with_start=True),
-        lambda: tokenizer.text_bytes,
+        lambda: tokenizer.tells_bytes("text", np.array([0])),
     ):
         with pytest.raises(ConfigError, match=f"^tokenizer: {saved}: ") as failed:
             encode()

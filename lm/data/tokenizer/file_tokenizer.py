@@ -81,6 +81,9 @@ class FileTokenizer:
         self.bos_id: int | None = self._library.tokenizer.bos_token_id
         self.n_model_ids = self.vocab_size
         """ids that texts may have"""
+        text_bytes = TextBytes(self._library, self.vocab_size, self._special_tokens, self.eos_id)
+        self.count_bytes = text_bytes.count
+        self.tells_bytes = text_bytes.tells
 
     def _read_object(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file, {} if there is none."""
@@ -192,27 +195,6 @@ class FileTokenizer:
         added_tokens = self._library.encoder.get_added_tokens_decoder()
         special = {i: token.content for i, token in added_tokens.items() if token.special}
         return special | {self.eos_id: self._library.encoder.id_to_token(self.eos_id)}
-
-    @functools.cached_property
-    def _bytes(self) -> TextBytes:
-        return TextBytes(self._library, self.vocab_size, self._special_tokens, self.eos_id)
-
-    @property
-    def text_bytes(self) -> NDArray[np.int64]:
-        """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
-        return self._bytes.after_text
-
-    def count_bytes(self, inputs: NDArray[Any], targets: NDArray[Any]) -> int:
-        """Return the bytes of UTF-8 of `targets`, each the token after its input."""
-        return self._bytes.count(inputs, targets)
-
-    def tells_bytes(self, text: str, ids: NDArray[Any], *, is_start: bool = True) -> bool:
-        """Return whether `count_bytes` of the ids of `text` are its own bytes.
-
-        Args:
-            is_start: False = of a piece that is not the first of its text.
-        """
-        return self._bytes.tells(text, ids, is_start=is_start)
 
     @functools.cached_property
     def _start_ids(self) -> list[int]:

@@ -111,17 +111,6 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     return encoder.to_str().encode()
 
 
-class ByteCheck:
-    """Whether the ids of all texts that were added tell their bytes."""
-
-    is_exact = True
-
-    def add(
-        self, tokenizer: Tokenizer, text: str, ids: NDArray[np.uint32], *, is_start: bool = True
-    ) -> None:
-        self.is_exact = self.is_exact and tokenizer.tells_bytes(text, ids, is_start=is_start)
-
-
 def end_text(ids: NDArray[np.uint32], eos_id: int) -> NDArray[np.uint32]:
     """Return `ids` with an end of text, which a text may have itself."""
     if len(ids) > 0 and ids[-1] == eos_id:

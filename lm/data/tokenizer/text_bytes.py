@@ -31,13 +31,13 @@ class TextBytes:
         self._eos_id = eos_id
 
     @functools.cached_property
-    def after_text(self) -> NDArray[np.int64]:
+    def _after_text(self) -> NDArray[np.int64]:
         """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
         return self._measure_ids(self._library.encode("a"))
 
     @functools.cached_property
     def _at_start(self) -> NDArray[np.int64]:
-        """`after_text` at the start of a text, before which some tokenizers put a space."""
+        """`_after_text` at the start of a text, before which some tokenizers put a space."""
         return self._measure_ids([])
 
     def _measure_ids(self, before: list[int]) -> NDArray[np.int64]:
@@ -78,7 +78,7 @@ class TextBytes:
         A text starts after a special token.
         """
         is_first = self._is_special[inputs]
-        sizes = np.where(is_first, self._at_start[targets], self.after_text[targets])
+        sizes = np.where(is_first, self._at_start[targets], self._after_text[targets])
         return int(sizes.sum())
 
     def tells(self, text: str, ids: NDArray[Any], *, is_start: bool = True) -> bool:
@@ -92,5 +92,5 @@ class TextBytes:
         n_bytes = len(self._special_text.sub("", text).encode())
         if is_start:
             return n_bytes == self.count(np.append(self._eos_id, ids[:-1]), ids)
-        n_first = int(self.after_text[ids[:1]].sum())
+        n_first = int(self._after_text[ids[:1]].sum())
         return n_bytes == n_first + self.count(ids[:-1], ids[1:])
