@@ -10,52 +10,45 @@ chats and pairs, too; DIR is then its `train_data`. Else an input is a file, a d
 With --split, the input or `train_data` is a dataset of the Hugging Face Hub, which is read as a
 stream, or with --split train, local files that `dataset: hf` reads.
 DIR receives train.bin, train.ends and train.json, of records train.mask, with --validation-fraction
-also validation.bin and so on, and the tokenizer's files. Documents are read and tokens are written
-in the order of the input; a thread on each core encodes parts of 128 KB, which takes about 120
-bytes of memory per byte. Text without spaces between words is encoded in one piece.
+also validation.bin and so on, the tokenizer's files, and manifest.json with all checksums.
+Documents are read and tokens are written in the order of the input; a thread on each core encodes
+parts of 128 KB, which takes about 120 bytes of memory per byte. Text without spaces between words
+is encoded in one piece.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lm.data import run_data
 from lm.data.files import FORMATS, find_files, format_of
-from lm.data.records import write_records
 from lm.data.stream import open_documents
-from lm.data.text import TextFiles, write_text
-from lm.data.token_file import (
-    OUTPUT_FILES,
-    TRAIN,
-    VALIDATION,
-    TokenFile,
-    TokenIndex,
-    describe_split,
-    read_index,
-    verify_dataset,
-)
+from lm.data.text import TextFiles
+from lm.data.token_file import OUTPUT_FILES, open_token_files
 from lm.data.tokenized import (
-    RecordOptions,
+    Options,
     TextOptions,
     describe_making,
-    describe_records,
+    describe_tokenizer,
+    require_unchanged,
 )
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
-from lm.errors import ConfigError, RunError, command
+from lm.errors import ConfigError, command
 from lm.fileio import home_path, write_durably
 from lm.launch.process import run_and_exit
-from lm.storage.cache import describe_files
-from lm.storage.folder import drafted, writing
+from lm.storage.cache import checksum, describe_files
+from lm.storage.folder import drafted, read_manifest, write_manifest, writing
 from lm.transformers_config import Kernels
+from lm.units import format_count
 
 
 @dataclass(frozen=True)
@@ -66,9 +59,7 @@ class _Input:
     """or the name of a dataset"""
     tokenizer: Tokenizer | None
     """None = it is trained on the text"""
-    options: TextOptions | RecordOptions
-    write: Callable[..., list[TokenIndex]]
-    """the token files: `write_text` or `write_records`"""
+    options: Options
 
 
 def read_records_of_run(args: argparse.Namespace) -> _Input:
@@ -93,7 +84,7 @@ def read_records_of_run(args: argparse.Namespace) -> _Input:
     options = run_data.record_options(hp.data, pairs=hp.objective.of_pairs, holds_out=holds_out)
     options = replace(options, split=args.split, hf_config=args.hf_config)
     tokenizer = run_data.load_run_tokenizer(hp.data, hp.model.vocab_size)
-    return _Input(files, tokenizer, options, write_records)
+    return _Input(files, tokenizer, options)
 
 
 def read_input(args: argparse.Namespace) -> _Input:
@@ -110,47 +101,42 @@ def read_input(args: argparse.Namespace) -> _Input:
         split=args.split,
         hf_config=args.hf_config,
     )
-    return _Input(files, tokenizer, options, write_text)
+    return _Input(files, tokenizer, options)
 
 
 def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
-    index = args.out / f"{TRAIN}.json"
     _check_replaceable(args.out)
     with writing(args.out, remedy="nothing was written"):
-        modified: dict[Path, int] = {}
-        if args.split is None:
-            modified = {path: path.stat().st_mtime_ns for path in found.files}
-        sources = _describe_sources(args, found.files)
-        if index.exists() and not args.overwrite:
-            return [_check_existing(index, sources, found)]
+        described = _describe_input(args, found.files)
+        made_from = describe_making(found.tokenizer, found.options) | {"input": described}
+        if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
+            return [_check_existing(args.out, made_from)]
         tokenizer = found.tokenizer or _train_tokenizer(args, found)
-        made_from = describe_making(found.write.__module__, tokenizer, found.options)
-        made_from["input"] = sources
+        made_from |= describe_tokenizer(tokenizer)
         with drafted(args.out, if_exists="replace", made_from=made_from) as draft:
             for name, content in tokenizer.files.items():
                 write_durably(draft / name, content)
             started = time.monotonic()
-            indexes = found.write(draft, found.files, tokenizer, found.options, sources)
+            import_module(found.options.maker).write(draft, found.files, tokenizer, found.options)
             seconds = time.monotonic() - started
-            for path, before in modified.items():
-                if path.stat().st_mtime_ns != before:
-                    raise RunError(f"{path}: changed while it was read; run the command again")
-    n_tokens = sum(each.tokens for each in indexes)
-    lines = [f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s"]
-    for split, each in zip(found.options.splits, indexes, strict=True):
-        lines.append(describe_split(args.out / f"{split}.json", each))
+            if args.split is None:
+                require_unchanged(found.files, described)
+            write_manifest(draft, made_from)
+    opened = open_token_files(args.out, found.options.splits)
+    lines = [f"{seconds:,.1f} s, {sum(map(len, opened)) / seconds:,.0f} tokens/s"]
+    for file in opened:
+        n_documents = format_count(file.index.documents, "document")
+        lines.append(f"{file.path}: {len(file):,} tokens ({file.index.dtype}) in {n_documents}")
     return lines
 
 
-def _describe_sources(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
+def _describe_input(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Return what identifies each file by its content, or a dataset of the Hub by its name."""
     if args.split is not None:
         _, fingerprint = open_documents(str(files[0]), "INPUT", args.split, args.hf_config)
         return [fingerprint]
-    names = [os.fsencode(path).decode(errors="backslashreplace") for path in files]  # as UTF-8
-    hashes = [each for _, each in describe_files(files)]
-    return [f"{name}, sha256 {each}" for name, each in zip(names, hashes, strict=True)]
+    return describe_files(files)
 
 
 def _check_replaceable(out: Path) -> None:
@@ -169,27 +155,20 @@ def _check_replaceable(out: Path) -> None:
         raise ConfigError(f"--out: {out}: {problem}; {remedy}")
 
 
-def _check_existing(path: Path, sources: Sequence[str], wanted: _Input) -> str:
-    """Return a line about the dataset with the index `path`, if it is that of this command."""
-    index = read_index(path)
-    found: dict[str, Any] = {**index.options, "input": index.sources, "tokenizer": index.tokenizer}
-    expected: dict[str, Any] = {"input": sources}
-    if wanted.tokenizer is not None:  # else it is trained on the input
-        expected["tokenizer"] = wanted.tokenizer.identity
-    if isinstance(wanted.options, TextOptions):
-        expected |= asdict(wanted.options)
-    elif wanted.tokenizer is not None:
-        expected |= describe_records(wanted.tokenizer, wanted.options)
-        expected["val_data"] = wanted.options.holds_out
-        found["val_data"] = path.with_name(f"{VALIDATION}.json").exists()
-    different = [key for key, value in expected.items() if found.get(key) != value]
+def _check_existing(out: Path, made_from: Mapping[str, Any]) -> str:
+    """Return a line about the dataset in `out`, if it is that of this command."""
+    remedy = "choose another directory, or replace it with --overwrite"
+    try:
+        found = read_manifest(out, checksum).made_from
+    except ConfigError as error:
+        raise ConfigError(f"--out: {error}; {remedy}") from None
+    different = [
+        key for key, value in made_from.items() if key != "program" and found.get(key) != value
+    ]
     if different:
         problem = f"contains another dataset (different: {', '.join(different)})"
-        remedy = "choose another directory, or replace it with --overwrite"
-        raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
-    for split in wanted.options.splits:
-        TokenFile(path.with_name(f"{split}.json"))  # raises an error if it is damaged
-    return f"{describe_split(path, index)}: already exists"
+        raise ConfigError(f"--out: {out}: {problem}; {remedy}")
+    return f"{out}: already exists"
 
 
 def _train_tokenizer(args: argparse.Namespace, found: _Input) -> FileTokenizer:
@@ -343,7 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse_arguments(arguments)
     if args.verify:
-        lines = verify_dataset(args.verify)
+        n_files = len(read_manifest(args.verify).files)
+        lines = [f"{args.verify}: {format_count(n_files, 'file')}: verified"]
     elif args.config:
         lines = write_dataset(args, read_records_of_run(args))
     else:

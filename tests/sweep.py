@@ -133,14 +133,15 @@ def write_records() -> int:
 
 def tokenize(*names: str) -> int:
     """Open the data of runs, which are kept in the cache if that can be written."""
-    from lm.data.tokenized import RecordOptions, tokenize_records, tokenize_text
+    from lm.data import tokenized
+    from lm.data.tokenized import RecordOptions, TextOptions
     from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
     from lm.storage.cache import describe_files
 
     def run() -> int:
-        opened = tokenize_text([Path("in.txt")], ByteTokenizer())
+        opened = tokenized.tokenize([Path("in.txt")], ByteTokenizer(), TextOptions("text"))
         for name in names:
-            opened += tokenize_records([Path(name)], ByteTokenizer(), RecordOptions())
+            opened += tokenized.tokenize([Path(name)], ByteTokenizer(), RecordOptions())
         describe_files([Path("large")])
         read = [tokens[:].tolist() for tokens in opened]
         Path.cwd().with_suffix(".tokens").write_text(json.dumps(read))  # which no fault disturbs
@@ -198,12 +199,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def dataset(folder: Path) -> bool:
-    from lm.data.token_file import verify_dataset
-    from lm.errors import RunError
+    from lm.errors import ConfigError
+    from lm.storage.folder import read_manifest
 
-    with suppress(RunError):
-        return bool(verify_dataset(folder / "out"))
-    return not (folder / "out" / "train.json").exists()
+    with suppress(ConfigError):
+        return bool(read_manifest(folder / "out").files)
+    return not (folder / "out").exists()
 
 
 SPLIT = ("--validation-fraction", "0.3")

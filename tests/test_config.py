@@ -889,8 +889,6 @@ def test_vocab_size_of_token_files(tmp_path: Path) -> None:
         "tokens": 1,
         "documents": 1,
         "dtype": "uint16",
-        "sources": [],
-        "checksums": {".bin": 0, ".ends": 0},
     }
     a, b = tmp_path / "a", tmp_path / "b"
     for folder, n_ids in ((a, 900), (b, 1025)):

@@ -109,13 +109,6 @@ class ChatTemplate:
         marked: Any = spans
         return RenderedChat(texts[0], [Span(start, stop) for start, stop in marked[0]])
 
-    def check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the template mentions none of that name."""
-        unread = variables.keys() - re.findall(r"\w+", self.text)
-        if unread:
-            problem = f"{self.name} does not read {', '.join(sorted(unread))}"
-            raise ConfigError(f"chat_template_kwargs: {problem}; correct or remove it")
-
 
 @oserror_as_config_error
 def read_chat_template(name: str) -> ChatTemplate:

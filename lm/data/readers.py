@@ -40,9 +40,9 @@ class Text(NamedTuple):
 
 
 def is_held_out(document: Iterable[bytes], fraction: float) -> bool:
-    """Return whether a document, in blocks, is for validation, a function of its content alone.
+    """Return whether a document, in blocks, is for validation, as `fraction` of all documents are.
 
-    True for `fraction` of all documents.
+    Its content decides it, neither its place nor other documents, so that equal ones stay together.
     """
     if fraction == 0:
         return False
@@ -57,22 +57,7 @@ def is_held_out_text(text: Text, fraction: float) -> bool:
     return is_held_out(map(str.encode, text.blocks()), fraction)
 
 
-def hold_out(texts: Iterable[Text], fraction: float, from_tail: bool) -> Iterator[Text]:
-    """Yield the texts, with `fraction` of them held out, or the last `fraction` of each.
-
-    A text is held out by its content: neither its place nor other texts decide it, and equal ones
-    stay together.
-    """
-    for text in texts:
-        if from_tail:
-            yield from _split_text(text, fraction)
-        else:
-            if fraction > 0:
-                text.document.held_out = is_held_out_text(text, fraction)
-            yield text
-
-
-def _split_text(text: Text, fraction: float) -> Iterator[Text]:
+def split_text(text: Text, fraction: float) -> Iterator[Text]:
     """Yield a text without its last `fraction`, then that."""
     document = text.document
     n_characters = sum(map(len, text.blocks()))

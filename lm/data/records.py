@@ -24,9 +24,8 @@ from lm.data.readers import is_held_out, splits_by_content
 from lm.data.record_fields import RecordFields
 from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.stream import read_once
-from lm.data.token_file import TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
-from lm.data.tokenized import HELD_OUT, RecordOptions, describe_records
+from lm.data.tokenized import HELD_OUT, RecordOptions
 from lm.data.tokenizer.loading import Tokenizer, end_text
 from lm.errors import ConfigError, error_prefix
 from lm.launch.machine import usable_cores
@@ -35,14 +34,10 @@ _PIECE_BYTES = 1 << 17
 """after which a piece ends; the tokenizer takes 200 bytes for each"""
 
 
-def write_records(
-    directory: Path,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    options: RecordOptions,
-    sources: Sequence[str] = (),
-) -> list[TokenIndex]:
-    """Write the token files of JSON Lines to `directory`. Return their indexes.
+def write(
+    directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
+) -> None:
+    """Write the token files of JSON Lines to `directory`.
 
     Raises:
         ConfigError: an invalid line, or none.
@@ -50,17 +45,15 @@ def write_records(
     by_content = options.holds_out and _splits_by_content(files, options)
     tokenize = _PieceTokenizer(tokenizer, options, by_content)
     _check_first_lines(files, tokenize)
-    return write_splits(
+    write_splits(
         directory,
         options.splits,
         partial(_tokenize_files, files, tokenize),
         tokenizer,
         files,
-        sources,
-        describe_records(tokenizer, options),
         file_format="jsonl",
         has_mask=True,
-        pairs=options.pairs,
+        pairs=options.of_pairs,
     )
 
 
@@ -124,7 +117,7 @@ def _check_first_lines(files: Sequence[Path], tokenize: _PieceTokenizer) -> None
 
 
 def _splits_by_content(files: Sequence[Path], options: RecordOptions) -> bool:
-    fields = RecordFields(options.fields, options.pairs)
+    fields = RecordFields(options.fields, options.of_pairs)
     lines = itertools.chain.from_iterable(_read_lines(path, options) for path in files)
     sizes = ((line.size, _is_held_out(parse_line(line), fields)) for line in lines)
     try:
@@ -152,8 +145,9 @@ class _PieceTokenizer:
     @cached_property
     def _renderer(self) -> RecordRenderer:
         options = self.options
-        fields = RecordFields(options.fields, options.pairs)
-        return RecordRenderer(self.tokenizer, fields, options.completion_only or options.pairs)
+        fields = RecordFields(options.fields, options.of_pairs)
+        completion_only = options.loss_on == "completion" or options.of_pairs
+        return RecordRenderer(self.tokenizer, fields, completion_only)
 
     def _is_held_out(self, record: Record, number: int) -> bool:
         if self.by_content:

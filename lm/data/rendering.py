@@ -18,7 +18,6 @@ from lm.data.examples import Chat, Example, Text, read_example, read_pair
 from lm.data.json_lines import Record
 from lm.data.messages import MessageReader, Turn, find_functions
 from lm.data.record_fields import RecordFields, check_text, show
-from lm.data.tokenized import find_template_text
 from lm.data.tokenizer.loading import Tokenizer
 from lm.data.unwritten import find_strings, find_unwritten
 from lm.errors import ConfigError, error_prefix
@@ -63,7 +62,7 @@ class RecordRenderer:
 
     @functools.cached_property
     def _reader(self) -> MessageReader:
-        return MessageReader(self.fields, find_template_text(self.tokenizer))
+        return MessageReader(self.fields, self.tokenizer.template_text)
 
     def _render_text(self, example: Text) -> RenderedRecord:
         text = example.text

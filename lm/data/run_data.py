@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,13 +17,8 @@ from lm.data.dataset import Dataset, ValidationSet, set_key
 from lm.data.files import find_files, format_of
 from lm.data.packing import PackedDataset
 from lm.data.sampler import SampledSource
-from lm.data.token_file import TRAIN, VALIDATION, TokenFile, read_index
-from lm.data.tokenized import (
-    RecordOptions,
-    describe_records,
-    tokenize_records,
-    tokenize_text,
-)
+from lm.data.token_file import TRAIN, VALIDATION, TokenFile, open_token_files, read_index
+from lm.data.tokenized import HELD_OUT, RecordOptions, TextOptions, describe_tokenizer, tokenize
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer
 from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
@@ -39,6 +36,17 @@ if TYPE_CHECKING:
 SYNTHETIC_BATCHES = 10
 PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue unless prompt is set."""
+_OF_VALIDATION = (VALIDATION, TRAIN)
+"""parts that a directory as `val_data` can have: the first, or only the second"""
+_READING = (
+    "tokenizer",
+    "chat_template",
+    "chat_template_kwargs",
+    "fields",
+    "loss_on",
+    "objective",
+)
+"""hyperparameters that decide what token files have of records"""
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,7 @@ def _open_files(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) 
             texts = _read_text(where, key, tokenizer, holds_out=holds_out)
             return [cut_file(text, seq_len, config.attend_across_documents) for text in texts]
         options = record_options(config, pairs=pairs, holds_out=holds_out)
-        records = _read_records(where, key, tokenizer, options, vocab_size)
+        records = _read_records(where, key, tokenizer, options)
         with error_prefix(f"{key}: {where}"):
             return [PackedDataset(each, seq_len, packing=config.packing) for each in records]
 
@@ -225,45 +233,52 @@ def _open_files(config: DataConfig, vocab_size: int, seq_len: int, pairs: bool) 
 def _read_text(
     where: str | None, key: str, tokenizer: Tokenizer, *, holds_out: bool
 ) -> list[TokenFile]:
+    """Return the tokens of text files, and those that are held out, if any are.
+
+    Files are ordered by a hash of their names, so that the first ones, which are all that a short
+    validation reads, are a fair sample.
+    """
     found = find_files(where, key)
     for path in found:
         if format_of(path) not in ("text", None):
             problem = f"{key}: {path}: has records, which dataset: text does not read"
             remedy = "choose text by a glob, or write token files of records, python -m lm.prepare"
             raise ConfigError(f"{problem}; {remedy}")
+    in_order = sorted(found, key=lambda path: sha256(os.fsencode(path.name)).digest())
+    options = TextOptions("text", validation_fraction=HELD_OUT if holds_out else 0.0)
     with error_prefix(key):
-        return tokenize_text(found, tokenizer, holds_out=holds_out)
+        return tokenize(in_order, tokenizer, options)
 
 
-def _train_index_paths(config: DataConfig) -> list[Path]:
+def _train_directories(config: DataConfig) -> list[str]:
     if not config.train_data:
         problem = "dataset: tokens requires a directory written by python -m lm.prepare"
         raise ConfigError(f"train_data: {problem}")
-    directories = config.train_data
-    if isinstance(directories, str):
-        directories = [directories]
-    return [_index_path(where, TRAIN) for where in directories]
+    if isinstance(config.train_data, str):
+        return [config.train_data]
+    return list(config.train_data)
 
 
-def _index_path(where: str, part: str) -> Path:
-    """Return the index of a part of a directory of token files, else that of its training part."""
-    path = home_path(where)
-    recover(path)
-    if path.is_dir():
-        index = path / f"{part}.json"
-        return index if index.exists() else path / f"{TRAIN}.json"
-    if path.exists():
-        return path.with_suffix(".json")  # the path of NAME.bin means NAME.json, too
-    return path
+def _open_part(where: str, key: str, splits: Sequence[str], vocab_size: int) -> TokenFile:
+    """Open the first of the parts `splits` that a directory of token files has."""
+    directory = home_path(where)
+    with error_prefix(key):
+        recover(directory)
+        found = [split for split in splits if (directory / f"{split}.json").exists()]
+        split = found[0] if found else splits[0]
+        (file,) = open_token_files(directory, [split], vocab_size)
+    return file
 
 
 @oserror_as_config_error
 def default_vocab_size(config: DataConfig) -> int:
     """Return the number of ids of the tokenizer, or of the token files, as a multiple of 64."""
     if config.dataset == "tokens":
-        paths = _train_index_paths(config)
-        with error_prefix("train_data"):
-            n_ids = max(read_index(path).vocab_size for path in paths)
+        n_ids = 0
+        for directory in map(home_path, _train_directories(config)):
+            with error_prefix("train_data"):
+                recover(directory)
+                n_ids = max(n_ids, read_index(directory / f"{TRAIN}.json").vocab_size)
     else:
         n_ids = load_tokenizer(config.tokenizer or "bytes").vocab_size
     return 64 * math.ceil(n_ids / 64)
@@ -271,12 +286,11 @@ def default_vocab_size(config: DataConfig) -> int:
 
 @oserror_as_config_error
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
-    train_paths = _train_index_paths(config)
+    directories = _train_directories(config)
     opened: list[TokenFile] = []
 
-    def open_windows(path: Path, key: str) -> WindowDataset:
-        with error_prefix(key):
-            file = TokenFile(path, vocab_size)
+    def open_windows(where: str, key: str, splits: Sequence[str]) -> WindowDataset:
+        file = _open_part(where, key, splits, vocab_size)
         opened.append(file)
         if file.has_mask:
             problem = f"{key}: {file.path} has records, of which a mask says what is learned"
@@ -289,19 +303,18 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
             raise _too_few(f"{key}: {file.path}", 0, seq_len, 1)
         return dataset
 
-    train = [open_windows(path, "train_data") for path in train_paths]
-    named = config.named_val_data or _find_validation_parts(train_paths)
+    train = [open_windows(where, "train_data", [TRAIN]) for where in directories]
+    named = config.named_val_data or _find_validation_parts(directories)
     validation: list[ValidationSet] = []
     for name, where in named.items():
-        path = _index_path(where, VALIDATION)
-        validation.append(ValidationSet(name, open_windows(path, set_key(name))))
+        validation.append(ValidationSet(name, open_windows(where, set_key(name), _OF_VALIDATION)))
     tokenizer = _load_token_files_tokenizer(config, opened[0])
     tokenizer.limit_ids(vocab_size)
     return _OpenedDatasets(train, validation, tokenizer)
 
 
-def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]:
-    """Return the directories of `train_paths`, each with the name of its validation set.
+def _find_validation_parts(directories: Sequence[str]) -> dict[str | None, str]:
+    """Return directories of token files, each with the name of its validation set.
 
     One directory needs no name; several have those of the directories.
 
@@ -309,10 +322,10 @@ def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]
         ConfigError: a directory has no validation part.
     """
     named: dict[str | None, str] = {}
-    for path in train_paths:
-        directory = path.parent
+    for where in directories:
+        directory = home_path(where)
         if not (directory / f"{VALIDATION}.json").exists():
-            problem = f"val_data: {directory} has no validation part"
+            problem = f"val_data: {where} has no validation part"
             raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
         directory_name = re.sub(r"[^A-Za-z0-9_-]", "_", directory.resolve().name)[:30] or "root"
         name = directory_name
@@ -320,7 +333,7 @@ def _find_validation_parts(train_paths: Sequence[Path]) -> dict[str | None, str]
         while name in named:
             name = f"{directory_name}-{number}"
             number += 1
-        named[name if len(train_paths) > 1 else None] = str(directory)
+        named[name if len(directories) > 1 else None] = where
     return named
 
 
@@ -345,14 +358,19 @@ def load_run_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.limit_ids(vocab_size)
     if config.chat_template_kwargs:
-        tokenizer.all_templates.check_variables(config.chat_template_kwargs)
+        mentioned = re.findall(r"\w+", tokenizer.template_text or "")
+        unread = config.chat_template_kwargs.keys() - mentioned
+        if unread:
+            problem = f"the chat template does not read {', '.join(sorted(unread))}"
+            raise ConfigError(f"chat_template_kwargs: {problem}; correct or remove it")
         tokenizer.template_kwargs = config.chat_template_kwargs
     return tokenizer
 
 
 def record_options(config: DataConfig, *, pairs: bool, holds_out: bool) -> RecordOptions:
     """Return what the tokens of records depend on besides the tokenizer."""
-    return RecordOptions(config.fields, config.loss_on == "completion", pairs, holds_out)
+    objective = "dpo" if pairs else "next-token"
+    return RecordOptions(config.fields, config.loss_on, objective, holds_out)
 
 
 def find_record_files(where: str | None, key: str) -> list[Path]:
@@ -364,52 +382,48 @@ def find_record_files(where: str | None, key: str) -> list[Path]:
 
 
 def _read_records(
-    where: str | None, key: str, tokenizer: Tokenizer, options: RecordOptions, vocab_size: int
+    where: str | None, key: str, tokenizer: Tokenizer, options: RecordOptions
 ) -> list[TokenFile]:
     if where is not None and _names_token_files(where):
-        return _open_prepared(where, key, tokenizer, options, vocab_size)
+        return _open_prepared(where, key, tokenizer, options)
     found = find_record_files(where, key)
     with error_prefix(key):
-        return tokenize_records(found, tokenizer, options)
+        return tokenize(found, tokenizer, options)
 
 
 def _names_token_files(where: str) -> bool:
-    """Return whether `where` is a directory of token files, or one of them."""
-    path = home_path(where)
+    """Return whether `where` is a directory of token files."""
     with suppress(OSError):  # of a name that cannot be one, which the reader of files refuses
-        recover(path)
-        if path.is_dir():
-            path = path / f"{TRAIN}.bin"
-        return path.suffix == ".bin" and path.exists()
+        recover(home_path(where))
+        return (home_path(where) / f"{TRAIN}.bin").exists()
     return False
 
 
 def _open_prepared(
-    where: str, key: str, tokenizer: Tokenizer, options: RecordOptions, vocab_size: int
+    where: str, key: str, tokenizer: Tokenizer, options: RecordOptions
 ) -> list[TokenFile]:
     """Open token files of records, made as the run would make them.
 
     Raises:
         ConfigError: they are damaged, or were made otherwise.
     """
-    paths = [_index_path(where, TRAIN if key == "train_data" else VALIDATION)]
-    if options.holds_out:
-        paths.append(paths[0].with_name(f"{VALIDATION}.json"))
-    expected = {"tokenizer": tokenizer.identity, **describe_records(tokenizer, options)}
+    parts: list[Sequence[str]] = [[split] for split in options.splits]
+    if key != "train_data":
+        parts = [_OF_VALIDATION]
+    expected = describe_tokenizer(tokenizer) | asdict(options)
     opened: list[TokenFile] = []
-    for path in paths:
-        with error_prefix(key):
-            tokens = TokenFile(path, vocab_size)
-        if not tokens.has_mask:
+    for splits in parts:
+        file = _open_part(where, key, splits, tokenizer.n_model_ids)
+        if not file.has_mask:
             problem = f"{key}: {where} has token files of text"
             raise ConfigError(f"{problem}; set dataset: tokens")
-        found = {"tokenizer": tokens.index.tokenizer, **tokens.index.options}
-        for name, value in expected.items():
-            if found.get(name) != value:
-                problem = f"{name}: {where} was prepared with {found.get(name)}, not {value}"
+        for name in _READING:
+            found = file.made_from.get(name)
+            if found != expected[name]:
+                problem = f"{name}: {where} was prepared with {found}, not {expected[name]}"
                 remedy = "set it so, or prepare it again with python -m lm.prepare --config"
                 raise ConfigError(f"{problem}; {remedy}")
-        opened.append(tokens)
+        opened.append(file)
     return opened
 
 

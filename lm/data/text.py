@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +12,13 @@ from lm.data.encoder import encode_in_threads, split_document
 from lm.data.files import format_of
 from lm.data.readers import (
     Text,
-    hold_out,
     is_held_out_text,
     read_dataset,
     read_documents,
     read_ids,
+    split_text,
     splits_by_content,
 )
-from lm.data.token_file import TokenIndex
 from lm.data.token_writer import TokenChunk, write_splits
 from lm.data.tokenized import TextOptions
 from lm.data.tokenizer.loading import Tokenizer
@@ -31,7 +29,7 @@ _CHECKED_BLOCKS = 2
 
 
 class TextFiles:
-    """The documents of files, some of them held out; see `hold_out`.
+    """The documents of files, some of them held out.
 
     Raises:
         ConfigError: a file cannot be read from its start.
@@ -41,11 +39,11 @@ class TextFiles:
         self.files = files
         self._options = options
         self._have_ids = any(format_of(path, options.format) == "hdf5" for path in files)
-        self.cuts_tails = False
+        self._cuts_tails = False
         """whether the tail of each document is held out"""
         if not self._have_ids:
             self._check_starts()
-            self.cuts_tails = not self._splits_by_content()
+            self._cuts_tails = not self._splits_by_content()
 
     def _read_all(self, *paths: Path) -> Iterator[Text]:
         options = self._options
@@ -71,8 +69,14 @@ class TextFiles:
         return splits_by_content(sizes, fraction)
 
     def read(self) -> Iterator[Text]:
-        """Yield the documents in order."""
-        return hold_out(self._read_all(), self._options.validation_fraction, self.cuts_tails)
+        """Yield the documents in order, with those that are held out, or the tails of all."""
+        fraction = self._options.validation_fraction
+        for text in self._read_all():
+            if self._cuts_tails:
+                yield from split_text(text, fraction)
+            else:
+                text.document.held_out = is_held_out_text(text, fraction)
+                yield text
 
     def tokenize(self, tokenizer: Tokenizer, n_skipped: int = 0) -> Generator[Sequence[TokenChunk]]:
         """Yield the tokens of the documents, each with an end-of-text token, in order.
@@ -91,26 +95,20 @@ class TextFiles:
             yield from chunks
 
 
-def write_text(
-    directory: Path,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    options: TextOptions,
-    sources: Sequence[str] = (),
-) -> list[TokenIndex]:
-    """Write the token files of documents to `directory`. Return their indexes.
+def write(
+    directory: Path, files: Sequence[Path], tokenizer: Tokenizer, options: TextOptions
+) -> None:
+    """Write the token files of documents to `directory`.
 
     Raises:
         ConfigError: files cannot be read, or have no text.
     """
     texts = TextFiles(files, options)
-    return write_splits(
+    write_splits(
         directory,
         options.splits,
         partial(texts.tokenize, tokenizer),
         tokenizer,
         files,
-        sources,
-        {**asdict(options), "cuts_tails": texts.cuts_tails},
         file_format=options.format,
     )

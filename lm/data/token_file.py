@@ -4,7 +4,9 @@
                 vocabulary needs it
     NAME.ends   uint64: the position after the last token of each document in NAME.bin (tokens)
     NAME.mask   of records: a bit for each token, from the lowest of each byte on, 1 = it is learned
-    NAME.json   `TokenIndex`: what these contain, their sources, and their checksums
+    NAME.json   `TokenIndex`: what these contain
+
+The manifest of their folder has their checksums, and says what they were made from.
 
 A text is a document, so is a chat. A pair is two, each the prompt with a reply, the chosen one
 first. Documents are whole: no length of a sequence cuts them.
@@ -15,38 +17,30 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
-from typing_extensions import TypedDict
 
 from lm.data.tokenizer.files import TOKENIZER_FILES
-from lm.errors import ConfigError, RunError
-from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
+from lm.errors import ConfigError
+from lm.fileio import MAX_JSON_BYTES, describe_invalid, open_regular, read_bytes
 from lm.storage.cache import checksum
-from lm.units import format_count
+from lm.storage.folder import MANIFEST, Manifest, read_manifest
 
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 _SUFFIXES = (".bin", ".ends", ".mask", ".json")
 _SPLIT_FILES = {f"{split}{suffix}" for split in SPLITS for suffix in _SUFFIXES}
-OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES}
+OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES, MANIFEST}
 _REMEDY = (
     "write the dataset again: python -m lm.prepare --overwrite; or if it is in the cache of runs,"
     " start the run again, which makes it again"
 )
-
-
-_Crc32c = Annotated[int, Field(ge=0, lt=2**32)]
-Checksums = TypedDict(
-    "Checksums", {".bin": _Crc32c, ".ends": _Crc32c, ".mask": NotRequired[_Crc32c]}
-)
-"""by the suffixes of files"""
 
 
 class TokenIndex(BaseModel, frozen=True, extra="forbid"):
@@ -61,67 +55,50 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     dtype: Literal["uint16", "uint32"] = Field(
         description="of NAME.bin, little-endian; NAME.ends is uint64"
     )
-    checksums: Checksums = Field(
-        description="CRC-32C of each file; without a mask, all tokens are learned"
-    )
     pairs: bool = Field(False, description="documents are the replies of pairs")
     has_bytes: bool = Field(True, description="the ids tell how many bytes of text they are")
-    sources: list[str] = Field(description="inputs of `lm.prepare`, with their hashes")
-    options: dict[str, bool | str | int | float | None] = Field(
-        default_factory=dict, description="of `lm.prepare`"
-    )
 
 
 def read_index(path: Path) -> TokenIndex:
     """Read NAME.json."""
     try:
-        return TokenIndex.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
+        return TokenIndex.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
     except OSError as error:
-        advice = "write token files with python -m lm.prepare"
-        raise ConfigError(f"{error.filename}: {error.strerror}; {advice}") from None
+        problem = error.strerror
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "contents"
-        problem = f"not the index of a token file: {field}: {first['msg']}"
-        raise ConfigError(f"{path}: {problem}; {_REMEDY}") from None
+        problem = f"not the index of a token file: {describe_invalid(error)}"
+    raise ConfigError(f"{path}: {problem}; {_REMEDY}")
 
 
 class TokenFile:
     """The ids of a token file.
 
     They are read with pread: the page cache serves it like a memory map, and a file that is
-    truncated during the run raises an error instead of SIGBUS. What the checksum of a large file
-    was is remembered in the user's cache until it changes.
+    truncated during the run raises an error instead of SIGBUS.
 
     Args:
         path: NAME.json.
-        vocab_size: exclusive upper bound of the ids that may be read; None = all may.
-
-    Raises:
-        ConfigError: a file differs from its checksum or cannot be read, or has an id that may not
-            be read.
+        manifest: that of its folder.
     """
 
-    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.index = read_index(path)
         self.path = path.with_suffix(".bin")
-        problems = _find_damage(path, self.index, checksum)
-        if problems:
-            raise ConfigError(*problems)
-        max_id = self.index.max_id
-        if vocab_size is not None and max_id >= vocab_size:
-            problem = f"id {max_id} is not less than vocab_size {vocab_size}"
-            raise ConfigError(f"{self.path}: {problem}; set it to {self.index.vocab_size}")
-        self.has_mask = ".mask" in self.index.checksums
-        """whether it says which tokens are learned"""
+        self.made_from = manifest.made_from
+        self._checksums: dict[str, str] = {}
+        self._files: dict[str, int] = {}
+        for suffix in (".bin", ".ends", ".mask"):
+            file = path.with_suffix(suffix)
+            if file.name in manifest.files:
+                self._checksums[suffix] = f"{manifest.files[file.name].crc32c:08x}"
+                self._files[suffix] = open_regular(file)
+                weakref.finalize(self, os.close, self._files[suffix])
+        self.has_mask = ".mask" in self._files
+        """whether it says which tokens are learned; else all are"""
         # They are written as unsigned, which NumPy would compare as floats.
         self.ends: NDArray[np.int64] = np.memmap(path.with_suffix(".ends"), "<i8", "r")
         """the position after the last token of each document"""
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
-        self._files: dict[str, int] = {}
-        for suffix in self.index.checksums:
-            self._files[suffix] = open_regular(path.with_suffix(suffix))
-            weakref.finalize(self, os.close, self._files[suffix])
 
     def __len__(self) -> int:
         return self.index.tokens
@@ -157,7 +134,7 @@ class TokenFile:
         Args:
             of_documents: whether that depends on where documents end.
         """
-        sums = {suffix: f"{value:08x}" for suffix, value in self.index.checksums.items()}
+        sums = self._checksums
         fingerprint = f"{len(self)} tokens, crc32c {sums['.bin']}"
         if of_documents:
             fingerprint += f", ends {sums['.ends']}"
@@ -166,42 +143,27 @@ class TokenFile:
         return fingerprint
 
 
-def _find_damage(path: Path, index: TokenIndex, checksum: Callable[[Path], int]) -> list[str]:
-    """Return a line for each file of a token file that differs from its checksum.
+def open_token_files(
+    directory: Path, splits: Sequence[str], vocab_size: int | None = None
+) -> list[TokenFile]:
+    """Open token files of a directory, all of whose files are compared with its manifest.
+
+    What the checksum of a large file was is remembered in the user's cache until it changes.
 
     Args:
-        path: of one of the files.
-        checksum: returns the CRC-32C of a file.
+        vocab_size: exclusive upper bound of the ids that may be read; None = all may.
+
+    Raises:
+        ConfigError: a file is damaged or cannot be read, or has an id that may not be read.
     """
-    problems: list[str] = []
-    for suffix, expected in index.checksums.items():
-        file = path.with_suffix(suffix)
-        try:
-            if checksum(file) != expected:
-                problem = f"damaged: differs from {file.stem}.json"
-                problems.append(f"{file}: {problem}; {_REMEDY}")
-        except OSError as error:
-            problems.append(f"{file}: {error.strerror}; {_REMEDY}")
-    return problems
-
-
-def verify_dataset(directory: Path) -> list[str]:
-    """Compare the token files in `directory` with their checksums. Return a line for each split."""
-    lines: list[str] = []
-    problems: list[str] = []
-    for split in SPLITS:
-        path = directory / f"{split}.json"
-        if split == VALIDATION and not path.exists():
-            continue
-        index = read_index(path)
-        lines.append(f"{describe_split(path, index)}: verified")
-        problems += _find_damage(path, index, crc32c)
-    if problems:
-        raise RunError(*problems)
-    return lines
-
-
-def describe_split(path: Path, index: TokenIndex) -> str:
-    """Return a line about a token file; `path` is its index."""
-    tokens = f"{index.tokens:,} tokens ({index.dtype})"
-    return f"{path.with_suffix('.bin')}: {tokens} in {format_count(index.documents, 'document')}"
+    try:
+        manifest = read_manifest(directory, checksum)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_REMEDY}") from None
+    opened = [TokenFile(directory / f"{split}.json", manifest) for split in splits]
+    for file in opened:
+        max_id = file.index.max_id
+        if vocab_size is not None and max_id >= vocab_size:
+            problem = f"id {max_id} is not less than vocab_size {vocab_size}"
+            raise ConfigError(f"{file.path}: {problem}; set it to {file.index.vocab_size}")
+    return opened

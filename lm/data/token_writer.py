@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,12 +27,13 @@ SAVE_SECONDS = 60.0
 _PROGRESS = ".progress.json"
 
 
-@dataclass(slots=True)
+@dataclass
 class TokenChunk:
     """Tokens of documents of one split."""
 
     held_out: bool
     size: int = 0
+    """bytes of input"""
     n_tokens: int = 0
     ids: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     """in parts, (tokens,)"""
@@ -42,7 +42,6 @@ class TokenChunk:
     ends: list[int] = field(default_factory=list)
     """the number of tokens up to the end of each document; the last document may continue in the
     next chunk"""
-    """bytes of input"""
     has_bytes: bool = True
     """whether the ids tell how many bytes of text they are"""
 
@@ -59,8 +58,6 @@ class _Written:
     tokens: int = 0
     documents: int = 0
     max_id: int = 0
-    checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32C of each file"""
     bits: list[bool] = field(default_factory=list)
     """of the mask, which do not fill a byte yet"""
     has_bytes: bool = True
@@ -71,6 +68,7 @@ class TokenFileWriter:
 
     Args:
         written: what the files have already; what follows that is deleted.
+        has_mask: chunks say which tokens are learned.
         pairs: documents are the replies of pairs.
     """
 
@@ -81,7 +79,8 @@ class TokenFileWriter:
         tokenizer: Tokenizer,
         written: _Written,
         *,
-        pairs: bool = False,
+        has_mask: bool,
+        pairs: bool,
     ) -> None:
         self._path = directory / f"{name}.json"
         self._tokenizer = tokenizer
@@ -93,16 +92,13 @@ class TokenFileWriter:
         sizes = {
             ".bin": written.tokens * np.dtype(self._dtype).itemsize,
             ".ends": written.documents * 8,
-            ".mask": written.tokens // 8,
         }
+        if has_mask:
+            sizes[".mask"] = written.tokens // 8
         self._files: dict[str, BinaryIO] = {}
-        for suffix in written.checksums:
-            path = self._path.with_suffix(suffix)
-            path.touch()
-            file = path.open("r+b")
-            file.truncate(sizes[suffix])
-            file.seek(sizes[suffix])
-            self._files[suffix] = file
+        for suffix, size in sizes.items():
+            self._files[suffix] = self._path.with_suffix(suffix).open("ab")
+            self._files[suffix].truncate(size)
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
@@ -121,10 +117,7 @@ class TokenFileWriter:
         written.has_bytes = written.has_bytes and chunk.has_bytes
 
     def _append(self, suffix: str, values: NDArray[Any]) -> None:
-        content = values.tobytes()
-        self._files[suffix].write(content)
-        checksums = self.written.checksums
-        checksums[suffix] = google_crc32c.extend(checksums[suffix], content)
+        self._files[suffix].write(values.tobytes())
 
     def sync(self) -> None:
         """Return when what is written is on the disk."""
@@ -135,8 +128,8 @@ class TokenFileWriter:
         for file in self._files.values():
             file.close()
 
-    def finish(self, sources: Sequence[str], options: Mapping[str, Any]) -> TokenIndex:
-        """Write and return the index."""
+    def finish(self) -> None:
+        """Write the index."""
         if self.written.bits:
             bits = np.array(self.written.bits, np.bool_)
             self._append(".mask", np.packbits(bits, bitorder="little"))
@@ -150,12 +143,9 @@ class TokenFileWriter:
             vocab_size=self._tokenizer.vocab_size,
             dtype=self._dtype,
             pairs=self._pairs,
-            sources=list(sources),
-            options=dict(options),
             **contents,
         )
         write_durably(self._path, index.model_dump_json(indent=1).encode())
-        return index
 
 
 @dataclass
@@ -169,15 +159,12 @@ class _Progress:
     """bytes of input"""
 
     @classmethod
-    def load(cls, directory: Path, n_splits: int, *, has_mask: bool) -> _Progress:
+    def load(cls, directory: Path, n_splits: int) -> _Progress:
         """Return what a killed process has saved in the directory, else a start."""
         try:
             saved = parse_json(read_bytes(directory / _PROGRESS, MAX_INDEX_BYTES))
         except (OSError, ValueError):
-            suffixes = [".bin", ".ends"]
-            if has_mask:
-                suffixes.append(".mask")
-            return cls([_Written(checksums=dict.fromkeys(suffixes, 0)) for _ in range(n_splits)])
+            return cls([_Written() for _ in range(n_splits)])
         written = [_Written(**each) for each in saved.pop("written")]
         return cls(written, **saved)
 
@@ -191,30 +178,29 @@ def write_splits(
     read: Callable[[int], Generator[Sequence[TokenChunk]]],
     tokenizer: Tokenizer,
     files: Sequence[Path],
-    sources: Sequence[str],
-    options: Mapping[str, Any],
     *,
     file_format: str | None = None,
     has_mask: bool = False,
     pairs: bool = False,
-) -> list[TokenIndex]:
-    """Write the token file of each split to `directory`, with a progress bar. Return their indexes.
+) -> None:
+    """Write the token file of each split to `directory`, with a progress bar.
 
     Args:
         splits: their names; the second is held out.
         read: yields the tokens of `files` in pieces, without the first ones, whose number it is
             passed: those that a killed process has written to `directory`.
-        options: what the indexes say.
         file_format: of all files; None = by suffix.
 
     Raises:
         ConfigError: a split has no documents.
     """
     with ExitStack() as stack:
-        progress = _Progress.load(directory, len(splits), has_mask=has_mask)
+        progress = _Progress.load(directory, len(splits))
         writers: list[TokenFileWriter] = []
         for name, written in zip(splits, progress.written, strict=True):
-            writer = TokenFileWriter(directory, name, tokenizer, written, pairs=pairs)
+            writer = TokenFileWriter(
+                directory, name, tokenizer, written, has_mask=has_mask, pairs=pairs
+            )
             writers.append(stack.enter_context(closing(writer)))
         bar = bar_of_files("tokenizing", files, file_format, hidden=not is_rank0())
         stack.enter_context(bar)
@@ -241,4 +227,5 @@ def write_splits(
                 remedy = f"add data, {separate} (--validation-fraction)"
                 raise ConfigError(f"{name_files(files)}: {problem}; {remedy}")
         (directory / _PROGRESS).unlink(missing_ok=True)
-        return [writer.finish(sources, options) for writer in writers]
+        for writer in writers:
+            writer.finish()

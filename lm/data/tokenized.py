@@ -6,24 +6,20 @@ process that makes them only.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lm.data.files import TOKENIZING_PACKAGES
-from lm.data.token_file import SPLITS, TRAIN, TokenFile
-from lm.data.tokenizer.loading import Tokenizer, describe_tokenizer
-from lm.data.worker import Call, call_in_worker
-from lm.errors import ConfigError
+from lm.data.token_file import SPLITS, TRAIN, TokenFile, open_token_files
+from lm.data.tokenizer.loading import Tokenizer
+from lm.data.worker import call_in_worker
+from lm.errors import RunError
 from lm.program import describe_program
 from lm.storage.cache import cached, describe_files
 
-_TEXT = "lm.data.text"
-_RECORDS = "lm.data.records"
 HELD_OUT = 0.05
 """Share of the data that is for validation, unless there are data for it."""
 
@@ -32,6 +28,8 @@ HELD_OUT = 0.05
 class TextOptions:
     """What the tokens of documents depend on besides the tokenizer."""
 
+    maker = "lm.data.text"
+    """module whose `write` makes them"""
     format: str | None = None
     """of all files; None = by suffix"""
     text_field: str = "text"
@@ -54,12 +52,12 @@ class TextOptions:
 class RecordOptions:
     """What the tokens of records depend on besides the tokenizer."""
 
+    maker = "lm.data.records"
+    """see `TextOptions`"""
     fields: Mapping[str, str] | None = None
-    """the hyperparameter of this name"""
-    completion_only: bool = False
-    """only completions and the assistant's messages are learned"""
-    pairs: bool = False
-    """records are preferences, each with a chosen and a rejected reply"""
+    """the hyperparameters of these names"""
+    loss_on: Literal["all", "completion"] = "all"
+    objective: Literal["next-token", "dpo"] = "next-token"
     holds_out: bool = False
     """`HELD_OUT` of the records are for validation"""
     split: str | None = None
@@ -71,80 +69,56 @@ class RecordOptions:
         """The names of the token files."""
         return SPLITS if self.holds_out else (TRAIN,)
 
-
-def tokenize_text(
-    files: Sequence[Path], tokenizer: Tokenizer, *, holds_out: bool = False
-) -> list[TokenFile]:
-    """Return the tokens of text files, and those that are held out, if any are.
-
-    Files are ordered by a hash of their names, so that the first ones, which are all that a short
-    validation reads, are a fair sample.
-
-    Raises:
-        ConfigError: files cannot be read.
-    """
-    options = TextOptions("text", validation_fraction=HELD_OUT if holds_out else 0.0)
-    in_order = sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest())
-    return _make(_TEXT, "write_text", in_order, tokenizer, options)
+    @property
+    def of_pairs(self) -> bool:
+        """Whether records are preferences, each with a chosen and a rejected reply."""
+        return self.objective == "dpo"
 
 
-def tokenize_records(
-    files: Sequence[Path], tokenizer: Tokenizer, options: RecordOptions
-) -> list[TokenFile]:
-    """Return the tokens of JSON Lines, and those of the records that are held out, if any are.
+Options = TextOptions | RecordOptions
+
+
+def tokenize(files: Sequence[Path], tokenizer: Tokenizer, options: Options) -> list[TokenFile]:
+    """Return the tokens of `files`, made now or earlier, and those that are held out, if any are.
 
     Raises:
-        ConfigError: an invalid line, or none.
+        ConfigError: files cannot be read, or have an invalid line, or no text.
     """
-    return _make(_RECORDS, "write_records", files, tokenizer, options)
-
-
-def describe_making(
-    module: str, tokenizer: Tokenizer, options: TextOptions | RecordOptions
-) -> dict[str, Any]:
-    """Return what the tokens that `module` makes depend on besides the data, as JSON."""
-    return {
-        "program": describe_program(module, TOKENIZING_PACKAGES),
-        "tokenizer": describe_tokenizer(tokenizer),
-        "template": {"kwargs": tokenizer.template_kwargs},
-        "options": asdict(options),
-    }
-
-
-def _make(
-    module: str,
-    function: str,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    options: TextOptions | RecordOptions,
-) -> list[TokenFile]:
-    """Open the token files that `function` of `module` has written, now or earlier."""
-    facts = describe_making(module, tokenizer, options) | {"files": describe_files(files)}
+    described = describe_files(files)
+    facts = describe_making(tokenizer, options) | {"input": described}
 
     def write(draft: Path) -> None:
-        call_in_worker(Call(module, function, (draft, files, tokenizer, options)))
+        call_in_worker(options.maker, "write", draft, files, tokenizer, options)
+        require_unchanged(files, described)
 
     directory = cached(facts, write, continues=True)
-    return [TokenFile(directory / f"{split}.json") for split in options.splits]
+    return open_token_files(directory, options.splits, tokenizer.n_model_ids)
 
 
-def find_template_text(tokenizer: Tokenizer) -> str | None:
-    """Return the chat templates of a tokenizer as one text; None = it has none."""
-    try:
-        return tokenizer.all_templates.text
-    except ConfigError:
-        return None
+def require_unchanged(files: Sequence[Path], described: Sequence[str]) -> None:
+    """Raise RunError if a file is not as `describe_files` has described it before."""
+    for path, before, after in zip(files, described, describe_files(files), strict=True):
+        if after != before:
+            raise RunError(f"{path}: changed while it was read; run the command again")
 
 
-def describe_records(tokenizer: Tokenizer, options: RecordOptions) -> dict[str, str | None]:
-    """Return what the index of token files says of how records were read, by hyperparameter."""
-    template = find_template_text(tokenizer)
-    described: dict[str, str | None] = dict.fromkeys(("fields", "chat_template"))
-    if options.fields is not None:
-        described["fields"] = json.dumps(dict(options.fields), sort_keys=True)
-    if template is not None:
-        described["chat_template"] = f"sha256 {sha256(template.encode()).hexdigest()}"
-    described["chat_template_kwargs"] = json.dumps(tokenizer.template_kwargs, sort_keys=True)
-    described["loss_on"] = "completion" if options.completion_only else "all"
-    described["objective"] = "dpo" if options.pairs else "next-token"
+def describe_making(tokenizer: Tokenizer | None, options: Options) -> dict[str, Any]:
+    """Return what tokens depend on besides the data, as JSON, by hyperparameter if there is one."""
+    described = {"program": describe_program(options.maker, TOKENIZING_PACKAGES), **asdict(options)}
+    if tokenizer is not None:
+        described |= describe_tokenizer(tokenizer)
     return described
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what tokens and chats depend on of a tokenizer, as JSON."""
+    template = tokenizer.template_text
+    if template is not None:
+        template = f"sha256 {sha256(template.encode()).hexdigest()}"
+    files = {name: sha256(content).hexdigest() for name, content in tokenizer.files.items()}
+    return {
+        "tokenizer": tokenizer.identity,
+        "tokenizer_files": files,
+        "chat_template": template,
+        "chat_template_kwargs": dict(tokenizer.template_kwargs),
+    }

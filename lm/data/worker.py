@@ -7,7 +7,6 @@ itself starts.
 from __future__ import annotations
 
 import importlib
-import operator
 import os
 import pickle
 import signal
@@ -15,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from queue import Queue
@@ -111,24 +109,16 @@ class Worker(Iterator[Any]):
         self._connection.close()
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a function whose module only a worker imports."""
-
-    module: str
-    function: str
-    arguments: Sequence[Any]
-
-    def __call__(self) -> Any:
-        function = getattr(importlib.import_module(self.module), self.function)
-        return function(*self.arguments)
-
-
-def call_in_worker(call: Call) -> Any:
-    """Return what `call` returns in a new process."""
-    with closing(Worker(partial(map, operator.call), "dataset", FEWER_CORES)) as worker:
-        worker.send(call)
+def call_in_worker(module: str, function: str, *arguments: Any) -> Any:
+    """Return what a function returns in a new process, which alone imports its module."""
+    with closing(Worker(partial(map, _call), "dataset", FEWER_CORES)) as worker:
+        worker.send((module, function, arguments))
         return next(worker)
+
+
+def _call(call: tuple[str, str, Sequence[Any]]) -> Any:
+    module, function, arguments = call
+    return getattr(importlib.import_module(module), function)(*arguments)
 
 
 def main() -> None:

@@ -22,11 +22,11 @@ from typing import Any
 
 import google_crc32c
 
-from lm.errors import RunError, oserror_as_config_error
+from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.fileio import crc32c, find_stranger, home_path, print_once, read_bytes, write_durably
 from lm.launch.console import warn
 from lm.launch.process import at_exit
-from lm.storage.folder import discard, drafted, find_damage, settle, write_manifest, writing
+from lm.storage.folder import discard, drafted, read_manifest, settle, write_manifest, writing
 from lm.storage.lock import hold
 
 KEPT_DAYS = 30
@@ -67,9 +67,9 @@ def cached(
     with writing(entry, waits=True, remedy=remedy):
         damage = None
         if os.path.lexists(entry):
-            damage = find_damage(entry, made_from, checksum)
+            damage = _find_damage(entry, made_from)
         if damage is not None:
-            print(f"{entry}: {damage}: computed again", file=sys.stderr, flush=True)
+            print(f"{damage}: computed again", file=sys.stderr, flush=True)
             discard(entry)
         if not entry.exists():
             continued = made_from if continues else None
@@ -80,6 +80,20 @@ def cached(
             _delete_unused(root)
         os.utime(entry)
     return entry
+
+
+def _find_damage(entry: Path, made_from: Mapping[str, Any]) -> str | None:
+    """Return why `entry` is not what was made from `made_from`, by this user; None = it is."""
+    stranger = find_stranger(entry, entry.parent.stat().st_uid)
+    if stranger is not None:
+        return f"{entry}: {stranger}"
+    try:
+        manifest = read_manifest(entry, checksum)
+    except ConfigError as error:
+        return str(error)
+    if manifest.made_from != made_from:
+        return f"{entry}: made from something else"
+    return None
 
 
 @functools.cache
@@ -129,14 +143,15 @@ def _delete_unused(root: Path) -> None:
                 discard(path)
 
 
-def describe_files(files: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return the name of each file, and the hash of its content."""
-    described: list[tuple[str, str]] = []
+def describe_files(files: Sequence[Path]) -> list[str]:
+    """Return the name of each file with the hash of its content."""
+    described: list[str] = []
     for path in files:
+        name = os.fsencode(path.name).decode(errors="backslashreplace")  # as UTF-8
         try:
-            described.append((path.name, _content_hash(path)))
+            described.append(f"{name}, sha256 {_content_hash(path)}")
         except OSError:  # who reads the file says why
-            described.append((path.name, f"not read at {time.time_ns()}"))
+            described.append(f"{name}, not read at {time.time_ns()}")
     return described
 
 

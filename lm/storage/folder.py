@@ -35,7 +35,7 @@ from lm.errors import ConfigError, RunError
 from lm.fileio import (
     MAX_INDEX_BYTES,
     crc32c,
-    find_stranger,
+    describe_invalid,
     parse_json,
     read_bytes,
     sync_directory,
@@ -261,33 +261,27 @@ def write_manifest(folder: Path, made_from: Mapping[str, Any]) -> None:
     write_durably(folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
 
 
-def find_damage(
-    folder: Path, made_from: Mapping[str, Any], checksum: Callable[[Path], int] = crc32c
-) -> str | None:
-    """Return how `folder` differs from what was written; None = it does not.
-
-    It belongs to the owner of its directory, who alone can write to it, was made from `made_from`,
-    and has the files of its manifest.
+def read_manifest(folder: Path, checksum: Callable[[Path], int] = crc32c) -> Manifest:
+    """Return the manifest of `folder`, which has the files of it.
 
     Args:
         checksum: CRC-32C of a file.
+
+    Raises:
+        ConfigError: a file differs from the manifest, or cannot be read.
     """
-    stranger = find_stranger(folder, folder.parent.stat().st_uid)
-    if stranger is not None:
-        return stranger
+    path = folder / MANIFEST
     try:
-        manifest = Manifest.model_validate_json(read_bytes(folder / MANIFEST, MAX_INDEX_BYTES))
+        manifest = Manifest.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
         for name, record in manifest.files.items():
             path = folder / name
             if path.lstat().st_size != record.bytes or checksum(path) != record.crc32c:
-                return f"{name} is damaged"
+                raise ConfigError(f"{path}: damaged: differs from {MANIFEST}")
     except OSError as error:
-        return f"{Path(error.filename).name}: {error.strerror}"
-    except ValidationError:
-        return f"{MANIFEST} is damaged"
-    if manifest.made_from != made_from:
-        return f"{MANIFEST} is of another folder"
-    return None
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: not a manifest: {describe_invalid(error)}") from None
+    return manifest
 
 
 def discard(path: Path) -> None:

@@ -17,16 +17,21 @@ from tests.support import REPOSITORY
 TOKENIZE = """
 import os, sys
 from contextlib import redirect_stdout
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from lm import prepare
 from lm.data import encoder, records, token_writer, tokenized
-from lm.data.token_file import TokenFile
+from lm.data.token_file import open_token_files
 from lm.data.tokenizer.loading import load_tokenizer
 
 kind, n_before_kill = sys.argv[1], int(sys.argv[2])
 token_writer.SAVE_SECONDS = 0.0
-tokenized.call_in_worker = lambda call: call()  # in this process
+
+def call_in_this_process(module, function, *arguments):
+    return getattr(import_module(module), function)(*arguments)
+
+tokenized.call_in_worker = call_in_this_process
 pieces = count(1)
 
 def counted(function):
@@ -40,19 +45,20 @@ tokenizer = load_tokenizer("bytes")
 encoder._encode_parts = counted(encoder._encode_parts)
 encoder.CHUNKS_PER_THREAD = 0  # none ahead of what is written
 if kind == "text":
-    files = tokenized.tokenize_text(sorted(Path("in").iterdir()), tokenizer, holds_out=True)
+    options = tokenized.TextOptions("text", validation_fraction=0.05)
+    files = tokenized.tokenize(sorted(Path("in").iterdir()), tokenizer, options)
 elif kind == "prepare":
     out = Path(os.environ["XDG_CACHE_HOME"], "lm", "tokens", "out")
     arguments = ["--format", "text", "--tokenizer", "bytes", "--out", str(out)]
     with redirect_stdout(sys.stderr):
         assert prepare.main(["in", *arguments, "--validation-fraction", "0.05"]) == 0
-    files = [TokenFile(out / "train.json")]
+    files = open_token_files(out, ["train"])
 else:
     records._check_first_lines = lambda *_: None
     records.count_workers = lambda _: 1
     records._PieceTokenizer.__call__ = counted(records._PieceTokenizer.__call__)
-    options = tokenized.RecordOptions(completion_only=True, holds_out=True)
-    files = tokenized.tokenize_records(sorted(Path("in").iterdir()), tokenizer, options)
+    options = tokenized.RecordOptions(loss_on="completion", holds_out=True)
+    files = tokenized.tokenize(sorted(Path("in").iterdir()), tokenizer, options)
 print(next(pieces) - 1, files[0].path.parent)
 """
 ALL = 1000

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
 from lm import prepare as command
-from lm.data import readers, token_file
+from lm.data import readers
 from lm.data.blocks import read_blocks
 from lm.data.encoder import CHUNK_SIZE
 from lm.data.readers import read_documents, read_ids
@@ -41,7 +41,8 @@ from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError
+from lm.storage.folder import MANIFEST, read_manifest
 from lm.tasks.questions import read_tasks
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -56,6 +57,7 @@ TEXTS = [
     "to be",
 ]
 END = ByteTokenizer.eos_id
+FILES_OF_TEXT = ["manifest.json", "train.bin", "train.ends", "train.json"]
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -175,13 +177,13 @@ def test_prepare_reads_files_in_order(tmp_path: Path) -> None:
     assert (code, warnings) == (0, [])
     assert dataset(tmp_path / "out") == as_bytes(*TEXTS * len(paths), *TEXTS[:4])
     index = read_index(tmp_path / "out/train.json")
+    made_from = read_manifest(tmp_path / "out").made_from
     assert (index.tokenizer, index.vocab_size, index.dtype) == ("bytes", 257, "uint16")
     hashes = [sha256(content).hexdigest() for content in FILES.values()]
-    expected = [f"{path}, sha256 {each}" for path, each in zip(paths, hashes, strict=True)]
-    assert index.sources[: len(paths)] == expected
-    assert sorted(content(tmp_path / "out")) == ["train.bin", "train.ends", "train.json"]
-    (line,) = token_file.verify_dataset(tmp_path / "out")
-    assert output.splitlines()[-1] in line
+    expected = [f"{path.name}, sha256 {each}" for path, each in zip(paths, hashes, strict=True)]
+    assert made_from["input"][: len(paths)] == expected
+    assert sorted(content(tmp_path / "out")) == FILES_OF_TEXT
+    assert output.splitlines()[-1].startswith(f"{tmp_path}/out/train.bin: ")
 
 
 def test_prepare_copies_the_tokenizer(tmp_path: Path) -> None:
@@ -245,8 +247,7 @@ def test_train_tokenizer_on_the_input(tmp_path: Path) -> None:
     before = content(out)
     code, output, _ = run(*common, 300, "--out", out)
     assert (code, content(out)) == (0, before)
-    assert output.startswith(f"{out}/train.bin: ")
-    assert output.endswith(" in 3,000 documents: already exists\n")
+    assert output == f"{out}: already exists\n"
 
 
 def test_prepare_reads_a_file_of_two_names_once(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_prepare_reads_a_file_of_two_names_once(tmp_path: Path) -> None:
     for _ in range(2):  # the second time, the dataset exists
         assert run(*common, tmp_path / "out")[0] == 0
         assert dataset(tmp_path / "out") == as_bytes("to be")
-    (source,) = read_index(tmp_path / "out/train.json").sources
+    (source,) = read_manifest(tmp_path / "out").made_from["input"]
     assert "b\\xe9.txt, sha256 " in source
 
 
@@ -304,10 +305,7 @@ def test_validation_fraction_depends_on_content_alone(tmp_path: Path) -> None:
         )
         assert run(*common, "--out", out)[0] == 0
         splits.append(
-            [
-                [ByteTokenizer().decode(ids[:-1]) for ids in dataset(out, name)]
-                for name in token_file.SPLITS
-            ]
+            [[ByteTokenizer().decode(ids[:-1]) for ids in dataset(out, name)] for name in SPLITS]
         )
     (train, validation), (more_train, more_validation) = splits
     assert sorted(train + validation) == sorted(texts[:200])
@@ -645,7 +643,7 @@ def test_prepare_reads_a_file_of_text_in_blocks(
     of_record = content(tmp_path / "a.jsonl.out")
     assert of_text.keys() == of_record.keys()
     for name in of_text:
-        if name not in ("train.json", "validation.json"):
+        if name != MANIFEST:
             assert of_text[name] == of_record[name]
 
 
@@ -715,7 +713,7 @@ def test_prepare_keeps_an_existing_dataset(
     out.rename(tmp_path / ".out.replaced")  # as a command with --overwrite that was killed
     code, output, _ = run(*prepared, "--validation-fraction", 0.3)
     assert (code, content(out)) == (0, before)
-    assert output == f"{out}/train.bin: 447 tokens (uint16) in 38 documents: already exists\n"
+    assert output == f"{out}: already exists\n"
 
 
 @pytest.mark.slow
@@ -727,7 +725,7 @@ def test_prepare_refuses_a_different_dataset(
         file.write('{"text": "one more"}\n')
     code, output, errors = run(*prepared)
     assert (code, output, content(tmp_path / "out")) == (2, "", before)
-    assert "(different: input, validation_fraction)" in errors
+    assert "(different: validation_fraction, input)" in errors
 
 
 @pytest.mark.slow
@@ -736,16 +734,13 @@ def test_prepare_overwrite_replaces_a_damaged_dataset(
 ) -> None:
     out = tmp_path / "out"
     (out / "train.bin").write_bytes((out / "train.bin").read_bytes()[:-1])
-    code, _, errors = run(*prepared)
-    assert code == 2
-    assert "(different: validation_fraction)" in errors, "compared before files are opened"
     code, _, errors = run(*prepared, "--validation-fraction", 0.3)
     assert code == 2
-    assert errors.startswith(f"{out}/train.bin: ")
-    assert "python -m lm.prepare --overwrite" in errors
+    assert errors.startswith(f"--out: {out}/train.bin: damaged: ")
+    assert "--overwrite" in errors
     assert run(*prepared, "--overwrite")[0] == 0
     assert len(dataset(out)) == 50
-    assert sorted(content(out)) == ["train.bin", "train.ends", "train.json"]
+    assert sorted(content(out)) == FILES_OF_TEXT
 
 
 @pytest.mark.slow
@@ -800,8 +795,6 @@ def test_prepare_killed_leaves_no_dataset(
     process.kill()
     process.wait()
     assert not out.exists()
-    with pytest.raises(ConfigError, match=r"train\.json"):
-        token_file.verify_dataset(out)
     (out.parent / "b.txt").write_text("to be")
     assert run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert dataset(out) == as_bytes("to be")
@@ -813,7 +806,8 @@ def test_prepare_refuses_input_that_changes(
     long_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
     process, out = long_run
-    os.utime(out.parent / "a.jsonl", (0, 0))
+    with (out.parent / "a.jsonl").open("a") as file:
+        file.write("\n")
     output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (1, "")
     assert errors.splitlines()[-1].startswith(f"{out.parent}/a.jsonl: ")
@@ -883,24 +877,19 @@ def test_prepare_verify_finds_every_flipped_bit(
     out = tmp_path / "out"
     assert run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert command.main(["--verify", str(out)]) == 0
-    assert (
-        capsys.readouterr().out == f"{out}/train.bin: 6 tokens (uint16) in 1 document: verified\n"
-    )
+    assert capsys.readouterr().out == f"{out}: 3 files: verified\n"
     for name in ("train.bin", "train.ends"):
         before = (out / name).read_bytes()
         for bit in range(len(before) * 8):
             flipped = bytearray(before)
             flipped[bit // 8] ^= 1 << bit % 8
             (out / name).write_bytes(flipped)
-            with pytest.raises(RunError, match=f"^{out}/{name}: "):
-                token_file.verify_dataset(out)
+            with pytest.raises(ConfigError, match=f"^{out}/{name}: "):
+                read_manifest(out)
         (out / name).write_bytes(before)
-    (out / "train.bin").write_bytes(bytes(12))
     (out / "train.ends").unlink()
-    assert command.main(["--verify", str(out)]) == 1
-    starts = [f"{out}/train.bin: damaged: ", f"{out}/train.ends: No such file"]
-    for line, start in zip(capsys.readouterr().err.splitlines(), starts, strict=True):
-        assert line.startswith(start)
+    assert command.main(["--verify", str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"{out}/train.ends: No such file")
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "validation.ends"])
@@ -911,7 +900,7 @@ def test_prepare_refuses_an_existing_dataset_that_is_damaged(
     file.write_bytes(file.read_bytes()[:-8])
     code, _, errors = run(*prepared, "--validation-fraction", 0.3)
     assert code == 2
-    assert errors.startswith(f"{file}: damaged: ")
+    assert errors.startswith(f"--out: {file}: damaged: ")
 
 
 def test_a_file_as_the_directory_is_refused(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ import yaml
 from pyarrow import parquet
 
 from lm import prepare
-from lm.data.records import write_records
+from lm.data import records
 from lm.data.run_data import Data, DataConfig, open_data, record_options
 from lm.data.token_file import SPLITS, read_index
+from lm.data.tokenized import describe_making
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import load_tokenizer
 from lm.errors import ConfigError
+from lm.storage.folder import write_manifest
 from tests.support.hyperparameters import TINY
 from tests.support.tokenizer_files import CHAT_TEMPLATE, llama_tokenizer
 
@@ -81,13 +83,9 @@ def test_prepared_chats_are_those_of_the_run(capsys: pytest.CaptureFixture[str])
         ours = opened(train_data="out", packing=packing)
         assert_equal(ours, opened(packing=packing))
     assert_equal(opened(train_data="out", tokenizer="out"), opened())
-    for val_data in ("out", "out/validation.bin"):
-        named = opened(train_data="out/train.bin", val_data=val_data)
-        assert named.fingerprints() == opened().fingerprints()
-        assert not [note for note in named.notes if "trained on" in note]
-    notes = opened(train_data="out/validation.bin", packing=False).notes
-    assert [note for note in notes if note.startswith("val_data: ") and "trained on" in note]
-    assert not [note for note in notes if "held out" in note]
+    named = opened(train_data="out", val_data="out")
+    assert named.fingerprints() == opened().fingerprints()
+    assert not [note for note in named.notes if "trained on" in note]
     assert prepare.main(arguments) == 0
     assert "already exists" in capsys.readouterr().out
     assert prepare.main([*arguments, "loss_on=all"]) == 2
@@ -102,7 +100,9 @@ def test_prepared_pairs_are_those_of_the_run() -> None:
     Path("out").mkdir()
     named = {"dataset": "jsonl", "train_data": "pairs.jsonl", "tokenizer": "tokenizer"}
     options = record_options(DataConfig.model_validate(named), pairs=True, holds_out=True)
-    write_records(Path("out"), [Path("pairs.jsonl")], load_tokenizer("tokenizer"), options)
+    tokenizer = load_tokenizer("tokenizer")
+    records.write(Path("out"), [Path("pairs.jsonl")], tokenizer, options)
+    write_manifest(Path("out"), describe_making(tokenizer, options))
     theirs = opened(pairs=True, train_data="pairs.jsonl", loss_on="all")
     assert theirs.n_replies == 18
     assert_equal(opened(pairs=True, train_data="out", loss_on="all"), theirs)
@@ -170,13 +170,12 @@ def test_damaged_records_are_refused_before_they_are_packed() -> None:
     assert_equal(opened(train_data="out"), opened())
 
 
-@pytest.mark.parametrize("name", ["out", "out/train.bin"])
 @pytest.mark.parametrize("val_data", [None, "chats.jsonl"])
-def test_token_files_of_text_are_no_records(name: str, val_data: str | None) -> None:
+def test_token_files_of_text_are_no_records(val_data: str | None) -> None:
     Path("a.txt").write_text("to be or not to be")
     assert prepare.main(["a.txt", "--tokenizer", "tokenizer", "--out", "out"]) == 0
-    with pytest.raises(ConfigError, match=rf"^train_data: {name} has token files of text; "):
-        opened(train_data=name, val_data=val_data)
+    with pytest.raises(ConfigError, match=r"^train_data: out has token files of text; "):
+        opened(train_data="out", val_data=val_data)
 
 
 @pytest.mark.parametrize(

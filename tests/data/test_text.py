@@ -183,6 +183,17 @@ def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
             read_text([good, bad], TOKENIZER)
 
 
+def test_file_whose_name_is_not_utf8_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / os.fsdecode(b"a\xe9.txt")
+    odd.write_text("to be or not " * 99)
+    config = DataConfig.model_validate({"dataset": "text", "train_data": str(tmp_path)})
+    for _ in range(2):  # the second time, from the cache
+        assert len(open_data(config, 257, 16, 2, 0).datasets[0]) > 70
+    assert capsys.readouterr().err == ""
+
+
 def written_by(write: Callable[[io.BytesIO], object]) -> bytes:
     file = io.BytesIO()
     write(file)
@@ -354,6 +365,14 @@ def test_end_of_text_that_is_text_to_the_tokenizer_is_refused(tmp_path: Path) ->
         open_data(DataConfig.model_validate(config), 300, 8, 2, 0)
 
 
+@pytest.mark.parametrize("n_before", [1, 7, 12])
+def test_end_of_text_in_two_blocks_is_found(n_before: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * (READ_BLOCK_BYTES - n_before) + END_OF_TEXT + "to be")
+    with pytest.raises(ConfigError, match=f"^{path}: has {re.escape(END_OF_TEXT)}, "):
+        read_text([path], TOKENIZER)
+
+
 @pytest.mark.parametrize("at_end", [False, True])
 def test_character_that_is_cut_is_named_by_its_byte(at_end: bool, tmp_path: Path) -> None:
     content = b"x" * (READ_BLOCK_BYTES - 1) + "é".encode()
@@ -365,12 +384,4 @@ def test_character_that_is_cut_is_named_by_its_byte(at_end: bool, tmp_path: Path
         cut += b"x"
     path.write_bytes(cut)
     with pytest.raises(ConfigError, match=f"byte {READ_BLOCK_BYTES - 1} is not UTF-8; "):
-@pytest.mark.parametrize("n_before", [1, 7, 12])
-def test_end_of_text_in_two_blocks_is_found(n_before: int, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("x" * (READ_BLOCK_BYTES - n_before) + END_OF_TEXT + "to be")
-    with pytest.raises(ConfigError, match=f"^{path}: has {re.escape(END_OF_TEXT)}, "):
-        read_text([path], TOKENIZER)
-
-
         list(read_text_blocks(path))

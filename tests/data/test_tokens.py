@@ -7,19 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.data.run_data import Data, DataConfig, open_data
-from lm.data.token_file import TokenFile, TokenIndex
+from lm.data.token_file import TokenFile, TokenIndex, open_token_files
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.windows import WindowDataset, cut_file
 from lm.errors import ConfigError
 from lm.fileio import crc32c
+from lm.storage.folder import MANIFEST, write_manifest
 from tests.support.hyperparameters import TINY
 from tests.support.runs import run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -29,30 +29,32 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
     """A token file as `lm.prepare` writes it, of one document."""
     folder.mkdir(parents=True, exist_ok=True)
     array = np.asarray(ids, changes.get("dtype", "uint16"))
-    ends = np.array([len(array)], "<u8")
+    ends = np.array(changes.pop("ends", [len(array)]), "<u8")
     fields = {
         "format": 1,
         "tokenizer": "bytes",
         "vocab_size": 257,
         "max_id": int(array.max()),
         "tokens": len(array),
-        "documents": 1,
+        "documents": len(ends),
         "dtype": "uint16",
-        "checksums": {
-            ".bin": google_crc32c.value(array.tobytes()),
-            ".ends": google_crc32c.value(ends.tobytes()),
-        },
-        "sources": [],
     }
     (folder / f"{name}.bin").write_bytes(array.tobytes())
     (folder / f"{name}.ends").write_bytes(ends.tobytes())
     path = folder / f"{name}.json"
     path.write_text(TokenIndex.model_validate(fields | changes).model_dump_json())
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_manifest(folder, {})
     return path
 
 
+def open_train(folder: Path, vocab_size: int | None = None) -> TokenFile:
+    (file,) = open_token_files(folder, ["train"], vocab_size)
+    return file
+
+
 def windows(path: Path, seq_len: int) -> WindowDataset:
-    return cut_file(TokenFile(path), seq_len, attend_across_documents=True)
+    return cut_file(open_train(path.parent), seq_len, attend_across_documents=True)
 
 
 @given(
@@ -84,7 +86,7 @@ def test_token_windows_of_a_file_and_an_array(
         ("json", "", ".*JSON"),
         ("json", "{}", ".*format: "),
         ("json", '{"format": 2}', ".*format: .* 1"),
-        ("json", '{"format": 1, "checksums": {".bin": 1}}', "not the index of a token file: "),
+        ("json", '{"format": 1, "tokens": 0}', "not the index of a token file: "),
     ],
 )
 def test_token_file_that_is_damaged_is_refused(
@@ -92,8 +94,12 @@ def test_token_file_that_is_damaged_is_refused(
 ) -> None:
     path = write(tmp_path, range(10))
     path.with_suffix(f".{name}").write_text(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/train.{name}: damaged: "):
+        open_train(tmp_path)
+    (tmp_path / MANIFEST).unlink()
+    write_manifest(tmp_path, {})
     with pytest.raises(ConfigError, match=f"^{tmp_path}/train.{name}: {part}"):
-        TokenFile(path)
+        open_train(tmp_path)
 
 
 def test_token_file_truncated_during_the_run_is_an_error(tmp_path: Path) -> None:
@@ -107,16 +113,9 @@ def test_token_file_truncated_during_the_run_is_an_error(tmp_path: Path) -> None
 
 def test_ends_identify_what_is_trained_as_separate_documents(tmp_path: Path) -> None:
     """Of the same tokens in other documents, a resumed run says that its data differ."""
-    ends = np.array([4, 10], "<u8").tobytes()
-    whole = TokenFile(write(tmp_path / "whole", range(10)))
-    path = write(
-        tmp_path / "cut",
-        range(10),
-        documents=2,
-        checksums={**whole.index.checksums, ".ends": google_crc32c.value(ends)},
-    )
-    path.with_suffix(".ends").write_bytes(ends)
-    files = [whole, TokenFile(path)]
+    whole = write(tmp_path / "whole", range(10))
+    cut = write(tmp_path / "cut", range(10), ends=[4, 10])
+    files = [open_train(path.parent) for path in (whole, cut)]
     one, other = (cut_file(file, 4, attend_across_documents=False).fingerprint() for file in files)
     assert one != other
     one, other = (cut_file(file, 4, attend_across_documents=True).fingerprint() for file in files)
@@ -126,10 +125,10 @@ def test_ends_identify_what_is_trained_as_separate_documents(tmp_path: Path) -> 
 def test_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     ids = [1] * 100
     ids[37] = 256
-    path = write(tmp_path, ids)
-    assert len(TokenFile(path, vocab_size=257)) == 100
+    write(tmp_path, ids)
+    assert len(open_train(tmp_path, vocab_size=257)) == 100
     with pytest.raises(ConfigError, match=r"train.bin: id 256 .*vocab_size 256; set it to 257"):
-        TokenFile(path, vocab_size=256)
+        open_train(tmp_path, vocab_size=256)
 
 
 # ---- as a dataset
@@ -149,9 +148,9 @@ def test_mixture_is_validated_on_each_of_its_directories(tmp_path: Path) -> None
     a, b = str(both(tmp_path / "a")), str(both(tmp_path / "b", 30))
     data = opened({a: 3, b: 1})
     assert [(each.name, len(each.dataset)) for each in data.validation] == [("a", 12), ("b", 7)]
-    (tmp_path / "b" / "validation.json").unlink()
-    with pytest.raises(ConfigError, match=f"^val_data: {b} has no validation part"):
-        opened({a: 3, b: 1})
+    c = str(write(tmp_path / "c", range(30)).parent)
+    with pytest.raises(ConfigError, match=f"^val_data: {c} has no validation part"):
+        opened({a: 3, c: 1})
 
 
 def test_run_says_how_often_it_reads_each_directory(tmp_path: Path) -> None:
@@ -184,16 +183,12 @@ def test_token_folder_holds_training_and_validation_data(
     data = opened(str(both(tmp_path)))
     assert (data.train.samples_per_epoch, len(data.validation[0].dataset)) == (12, 12)
     write(tmp_path, range(30), "validation")
-    assert len(opened(str(tmp_path / "train.json")).validation[0].dataset) == 7
-    for val_data in (
-        tmp_path,
-        tmp_path / "train.json",
-        write(tmp_path / "other", range(50)).parent,
-    ):
+    assert len(opened(str(tmp_path)).validation[0].dataset) == 7
+    for val_data in (tmp_path, write(tmp_path / "other", range(50)).parent):
         held_out = opened(str(tmp_path), val_data=str(val_data)).validation[0].dataset
         assert len(held_out) == (7 if val_data == tmp_path else 12)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(opened("~/train.json", val_data="~/other").validation[0].dataset) == 12
+    assert len(opened("~", val_data="~/other").validation[0].dataset) == 12
 
 
 def test_token_folder_whose_replacement_was_killed_is_put_back(tmp_path: Path) -> None:
@@ -207,7 +202,7 @@ def test_token_folder_whose_replacement_was_killed_is_put_back(tmp_path: Path) -
 def test_val_data_names_several_token_files(tmp_path: Path) -> None:
     sets = {
         "a": str(write(tmp_path / "a", range(30), "validation").parent),
-        "b": str(write(tmp_path / "b", range(10))),
+        "b": str(write(tmp_path / "b", range(10)).parent),
     }
     train = str(write(tmp_path / "train", range(50)).parent)
     data = opened(train, val_data=sets)
@@ -216,13 +211,10 @@ def test_val_data_names_several_token_files(tmp_path: Path) -> None:
         opened(train, val_data=sets | {"none": str(tmp_path / "none")})
 
 
-def test_bin_file_of_tokens_is_its_dataset(tmp_path: Path) -> None:
-    index = both(tmp_path) / "train.json"
-    named = str(index.with_suffix(".bin"))
-    assert opened(named).fingerprints() == opened(str(index)).fingerprints()
-    index.unlink()  # as of nanoGPT's files
-    with pytest.raises(ConfigError, match=r"^train_data: .*train\.json: No such .*lm\.prepare"):
-        opened(named)
+def test_bin_files_without_a_manifest_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(bytes(8))  # as nanoGPT writes them
+    with pytest.raises(ConfigError, match=r"^train_data: .*manifest\.json: No such .*lm\.prepare"):
+        opened(str(tmp_path))
 
 
 def test_token_folders_are_mixed_by_weight(tmp_path: Path) -> None:
@@ -255,7 +247,7 @@ def test_token_files_refuse_another_tokenizer(tmp_path: Path) -> None:
     ("keys", "part"),
     [
         ({"train_data": None}, "train_data: .*python -m lm.prepare"),
-        ({"train_data": "none"}, "train_data: none: No such file"),
+        ({"train_data": "none"}, "train_data: none/manifest.json: No such file"),
         ({"total": 13}, "train_data: 12 sequences of max_seq_len 4, .*at least 13;"),
         (
             {"dataset": "text", "train_data": {"a": 1}},
@@ -286,8 +278,7 @@ def test_token_files_are_verified(
 ) -> None:
     folder = both(tmp_path / "a")
     damage(folder / name)
-    key = "train_data" if name.startswith("train") else "val_data"
-    with pytest.raises(ConfigError, match=f"^{key}: {folder / name}: "):
+    with pytest.raises(ConfigError, match=f"^train_data: {folder / name}: "):
         opened(str(folder))
 
 
@@ -297,10 +288,10 @@ def test_token_file_is_verified_once_until_it_changes(
     read: list[Path] = []
     monkeypatch.setattr("lm.storage.cache.crc32c", lambda path: read.append(path) or crc32c(path))
     monkeypatch.setattr("lm.storage.cache._REMEMBERED_BYTES", 0)
-    path = write(tmp_path, range(100))
+    write(tmp_path, range(100))
     for _ in range(2):
-        TokenFile(path)
-        assert len(read) == 2
+        open_train(tmp_path)
+        assert len(read) == 3
     flip(tmp_path / "train.bin")
     with pytest.raises(ConfigError, match=r"train.bin: damaged"):
-        TokenFile(path)
+        open_train(tmp_path)

@@ -24,7 +24,7 @@ from tests.support.tokenizer_files import byte_level_tokenizer
 
 COMPUTE = {
     "lm.data.records": """
-from lm.data.records import write_records
+from lm.data import records
 from lm.data.tokenized import RecordOptions
 from lm.data.tokenizer.loading import load_tokenizer
 chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
@@ -32,17 +32,17 @@ pair = {"prompt": "Who?", "chosen": "I.", "rejected": "You."}
 template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
 template += "{% if add_generation_prompt %}[assistant]{% endif %}"
 Path("template.jinja").write_text(template)
-for record, pairs in ((chat, False), (pair, True)):
+for record, objective in ((chat, "next-token"), (pair, "dpo")):
     Path("a.jsonl").write_text(json.dumps(record))
     tokenizer = load_tokenizer("tokenizer", "template.jinja")
-    write_records(Path(), [Path("a.jsonl")], tokenizer, RecordOptions(pairs=pairs))
+    records.write(Path(), [Path("a.jsonl")], tokenizer, RecordOptions(objective=objective))
 """,
     "lm.data.text": """
-from lm.data.text import write_text
+from lm.data import text
 from lm.data.tokenized import TextOptions
 from lm.data.tokenizer.loading import load_tokenizer
 Path("a.txt").write_text("to be")
-write_text(Path(), [Path("a.txt")], load_tokenizer("tokenizer"), TextOptions("text"))
+text.write(Path(), [Path("a.txt")], load_tokenizer("tokenizer"), TextOptions("text"))
 """,
     "lm.hf.examine": """
 from lm.hf.examine import examine

@@ -6,12 +6,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lm.data import records, text
 from lm.data.packing import PackedDataset
-from lm.data.records import write_records
-from lm.data.text import write_text
-from lm.data.token_file import TokenFile
+from lm.data.token_file import TokenFile, open_token_files
 from lm.data.tokenized import RecordOptions, TextOptions
 from lm.data.tokenizer.loading import Tokenizer
+from lm.storage.folder import write_manifest
 
 
 def pack_files(
@@ -25,15 +25,20 @@ def pack_files(
     pairs: bool = False,
 ) -> PackedDataset:
     """The samples of files; `held_out`: True = those for validation, False = the others."""
-    options = RecordOptions(fields, completion_only, pairs, held_out is not None)
+    loss_on = "completion" if completion_only else "all"
+    objective = "dpo" if pairs else "next-token"
+    options = RecordOptions(fields, loss_on, objective, held_out is not None)
     with tempfile.TemporaryDirectory() as folder:
-        write_records(Path(folder), files, tokenizer, options)
-        tokens = TokenFile(Path(folder, f"{options.splits[held_out is True]}.json"))
+        records.write(Path(folder), files, tokenizer, options)
+        write_manifest(Path(folder), {})
+        tokens = open_token_files(Path(folder), options.splits)[held_out is True]
         return PackedDataset(tokens, seq_len, packing=packing)
 
 
 def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> TokenFile:
     """The tokens of text files."""
     with tempfile.TemporaryDirectory() as folder:
-        write_text(Path(folder), files, tokenizer, TextOptions("text"))
-        return TokenFile(Path(folder, "train.json"))
+        text.write(Path(folder), files, tokenizer, TextOptions("text"))
+        write_manifest(Path(folder), {})
+        (tokens,) = open_token_files(Path(folder), ["train"])
+        return tokens

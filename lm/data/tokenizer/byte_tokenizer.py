@@ -25,10 +25,12 @@ class ByteTokenizer:
 
     identity = "bytes"
     vocab_size = 257
+    n_model_ids = vocab_size
     eos_id = 256
     stop_ids = frozenset((eos_id,))
     chat_stop_ids = stop_ids
     bos_id: int | None = None
+    template_text: str | None = None
     template_kwargs: Mapping[str, Any] = {}
     files: Mapping[str, bytes] = {}
 
@@ -92,10 +94,6 @@ class ByteTokenizer:
         yield decoder.decode(b"", final=True)
 
     def find_template(self, tools: Any = None) -> NoReturn:  # noqa: ARG002 - there is none
-        raise self._no_template()
-
-    @property
-    def all_templates(self) -> NoReturn:
         raise self._no_template()
 
     def render(self, *_: Any, **__: Any) -> NoReturn:

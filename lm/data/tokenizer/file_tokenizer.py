@@ -340,13 +340,13 @@ class FileTokenizer:
         return ChatTemplate(text, f"tokenizer: {self._name}: its chat template")
 
     @property
-    def all_templates(self) -> ChatTemplate:
-        """The chat templates of all chats as one text, for what one of them mentions."""
-        template = self.find_template()
-        with_tools = self.find_template(tools=[])
-        if with_tools.text == template.text:
-            return template
-        return ChatTemplate(f"{template.text}\n{with_tools.text}", template.name)
+    def template_text(self) -> str | None:
+        """The chat templates of all chats as one text; None = there is none."""
+        try:
+            texts = [self.find_template(tools).text for tools in (None, [])]
+        except ConfigError:
+            return None
+        return "\n".join(dict.fromkeys(texts))
 
     def render(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,14 +86,6 @@ def load_saved_tokenizer(
         problem = f"chat_template_kwargs of the checkpoint: {error}"
         raise ConfigError(f"tokenizer: {directory}: {problem}") from None
     return tokenizer
-
-
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return all that the tokens of a text depend on, as JSON."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return {"identity": tokenizer.identity}
-    files = {name: hashlib.sha256(text).hexdigest() for name, text in tokenizer.files.items()}
-    return {"identity": tokenizer.identity, "files": files, "n_ids": tokenizer.n_model_ids}
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
