@@ -116,6 +116,7 @@ def test_killed_tokenizing_is_continued(
     assert [path.name for path in (cache_directory() / "tokens").iterdir()] == [where.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text"], indirect=True)
 def test_killed_tokenizing_of_other_text_is_not_continued(kind: str, tmp_path: Path) -> None:
     assert start(tmp_path, kind, 4)[0] != 0

@@ -48,7 +48,9 @@ def write_records(path: Path, n_records: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("held_out", [None, True, False])
+@pytest.mark.parametrize(
+    "held_out", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in (True, False))]
+)
 def test_workers_write_the_arrays_of_one_process(
     held_out: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

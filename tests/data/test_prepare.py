@@ -628,7 +628,12 @@ def test_prepare_refuses_input_without_documents(
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--validation-fraction", 0.3), ("--train-tokenizer", 300)]
+    "options",
+    [
+        (),
+        ("--validation-fraction", 0.3),
+        pytest.param(("--train-tokenizer", 300), marks=pytest.mark.slow),
+    ],
 )
 def test_prepare_reads_a_file_of_text_in_blocks(
     options: tuple[object, ...], tmp_path: Path
@@ -647,6 +652,7 @@ def test_prepare_reads_a_file_of_text_in_blocks(
             assert of_text[name] == of_record[name]
 
 
+@pytest.mark.slow
 def test_prepare_memory_does_not_grow_with_a_file_of_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     peaks: list[int] = []

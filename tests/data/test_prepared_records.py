@@ -194,6 +194,7 @@ def test_what_config_does_not_prepare_is_refused(
     assert capsys.readouterr().err.startswith(start)
 
 
+@pytest.mark.slow
 def test_records_of_a_dataset_are_those_of_its_files() -> None:
     arguments = ["--config", "run.yaml"]
     assert prepare.main([*arguments, "--out", "files"]) == 0
@@ -203,6 +204,7 @@ def test_records_of_a_dataset_are_those_of_its_files() -> None:
     assert_equal(opened(train_data="stream"), opened())
 
 
+@pytest.mark.slow
 def test_dates_in_a_dataset_that_are_not_read_do_not_matter() -> None:
     chats = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
     for chat in chats:

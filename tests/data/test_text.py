@@ -322,6 +322,7 @@ def test_documents_that_do_not_attend_to_each_other_are_trained_as_separate_ones
     assert n_documents > len(dataset)
 
 
+@pytest.mark.slow
 def test_long_file_has_the_tokens_of_its_text(tmp_path: Path) -> None:
     """It is read in blocks, and its parts are encoded at the same time."""
     words = "to be or not to be: das ist die Königsfrage, "

@@ -153,6 +153,7 @@ def test_mixture_is_validated_on_each_of_its_directories(tmp_path: Path) -> None
         opened({a: 3, c: 1})
 
 
+@pytest.mark.slow
 def test_run_says_how_often_it_reads_each_directory(tmp_path: Path) -> None:
     """Of 16 samples it reads 12 of the 12 in a, and 4 of the 8 in b."""
     for name, n_tokens in {"a": 49, "b": 33}.items():

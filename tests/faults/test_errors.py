@@ -298,12 +298,10 @@ def test_run_whose_output_is_not_read_saves(launcher: str, output: str, tmp_path
     assert list(checkpoints_by_step(tmp_path)) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env",
-    [
-        {"PYTHONIOENCODING": "ascii"},
-        pytest.param(LC_POSIX | {"train_data": "t"}, marks=pytest.mark.slow),
-    ],
+    [{"PYTHONIOENCODING": "ascii"}, LC_POSIX | {"train_data": "t"}],
     ids=["ascii", "posix"],
 )
 def test_run_prints_samples_to_any_encoding(env: dict[str, str], tmp_path: Path) -> None:

@@ -191,7 +191,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+LARGE = {"100,000 files", "90,000 tensors", "a manifest of 9 MB", "a tokenizer of 44 MB"}
+"""cases of seconds"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in LARGE else ()) for case in HOSTILE],
+)
 def test_hostile_checkpoint_is_refused(case: str, saved: Path) -> None:
     forge, part = HOSTILE[case]
     forge(saved)
@@ -458,6 +465,7 @@ def test_code_of_a_tokenizer_is_not_executed(saved: Path) -> None:
     assert not Path("executed").exists()
 
 
+@pytest.mark.slow
 def test_open_model_follows_links_only_to_the_cache(saved: Path, private: Path) -> None:
     """The Hub's cache consists of links; files of other links would be copied into checkpoints."""
     export_model(saved, Path("exported"))

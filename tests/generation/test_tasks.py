@@ -622,6 +622,7 @@ def test_run_refuses_tasks_before_its_first_step(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
     path = write_questions(tmp_path / "own.jsonl")
     config = TINY | {"dataset": "text", "vocab_size": 264, "eval_tasks": str(path)}

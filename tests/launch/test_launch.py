@@ -580,7 +580,13 @@ time.sleep(3600)
     assert ended([worker])
 
 
-@pytest.mark.parametrize("signum", [*STOP_SIGNALS, signal.SIGUSR1])
+OTHER_SIGNALS = [*STOP_SIGNALS[1:], signal.SIGUSR1]
+
+
+@pytest.mark.parametrize(
+    "signum",
+    [STOP_SIGNALS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_SIGNALS)],
+)
 def test_local_launch_forwards_signals(signum: signal.Signals, tmp_path: Path) -> None:
     script = f"""
 def stop(signum, frame):

@@ -213,7 +213,9 @@ def test_pbs_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [{}, {"PBS_JOBID": "1.pbs"}, {"SLURM_JOB_ID": "1"}], ids=lambda job: "".join(job)
+    "job",
+    [{}, {"PBS_JOBID": "1.pbs"}, pytest.param({"SLURM_JOB_ID": "1"}, marks=pytest.mark.slow)],
+    ids=lambda job: "".join(job),
 )
 @pytest.mark.parametrize(
     "command", [pytest.param([m], marks=needs(m), id=m) for m in (MPICH, OPEN_MPI)]

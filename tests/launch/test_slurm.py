@@ -304,6 +304,7 @@ def test_slurm_job_without_a_new_checkpoint_is_not_requeued(
     assert [line for line in log.splitlines() if line.startswith(f"job {job}: not requeued: ")]
 
 
+@pytest.mark.slow
 def test_slurm_python_can_have_several_words(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, PYTHON="env echo one")
     fields, log = cluster.finish(job, tmp_path)
@@ -311,6 +312,7 @@ def test_slurm_python_can_have_several_words(cluster: Cluster, tmp_path: Path) -
     assert sorted(log.splitlines()) == [f"{rank}: one fsdp.py --config test.yaml" for rank in "01"]
 
 
+@pytest.mark.slow
 def test_slurm_python_that_is_missing_names_the_remedy(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, PYTHON="missing/python")
     fields, log = cluster.finish(job, tmp_path)
@@ -320,6 +322,7 @@ def test_slurm_python_that_is_missing_names_the_remedy(cluster: Cluster, tmp_pat
     assert "make install" in line
 
 
+@pytest.mark.slow
 def test_slurm_gpus_without_a_task_are_reported(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--nodes=1", "--gpus-per-node=4", "--ntasks-per-node=2")
     job = cluster.submit(tmp_path, options=options, PYTHON="echo")
@@ -328,6 +331,7 @@ def test_slurm_gpus_without_a_task_are_reported(cluster: Cluster, tmp_path: Path
     assert re.match("--ntasks-per-node: 2 of 4 GPUs .*=4", log)
 
 
+@pytest.mark.slow
 def test_slurm_log_has_no_line_of_its_label_alone(cluster: Cluster, tmp_path: Path) -> None:
     """A print without a buffer is two writes, of a line and of its end."""
     script = tmp_path / "script.py"

@@ -293,6 +293,7 @@ def test_copies_of_parameters_on_one_gpu_are_gathered(dtype: Any, n_bytes: int) 
     assert memory[step.GATHERED] == n_bytes * hp.model.n_parameters
 
 
+@pytest.mark.slow
 def test_offloading_moves_bytes_to_host_memory() -> None:
     hp = Hyperparameters.from_flat(CODELLAMA)
     kept = fit.measure(hp, on_gpus())
@@ -325,7 +326,7 @@ def test_copies_of_a_step_depend_on_its_micro_steps(
 ACCUMULATED = TINY | {"max_seq_len": 512, "batch_size": 1, "total_batch_size": 12}
 
 
-@pytest.mark.parametrize("larger", [12, 4])
+@pytest.mark.parametrize("larger", [pytest.param(12, marks=pytest.mark.slow), 4])
 def test_advice_is_the_largest_batch_size_that_fits(larger: int) -> None:
     hp = Hyperparameters.from_flat(ACCUMULATED)
     peak = fit.measure(hp.replace(batch_size=larger), on_gpus(1)).peak
@@ -423,6 +424,7 @@ def test_plan_command_refuses_wrong_arguments(
 SMALL = ["--config", str(REPOSITORY / "config.yaml"), "max_seq_len=256", "n_layers=2"]
 
 
+@pytest.mark.slow
 def test_plan_rounds_the_batch_up_for_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["batch_size=2", "total_batch_size=20", "--gpus", "16", "--memory", "0.5"]
     assert main([*SMALL, *sizes]) == 0
@@ -464,7 +466,7 @@ def test_only_settings_that_do_not_fit_together_are_left_out_of_proposals() -> N
         list(fit.propose(need, has_a_bug))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_plan_needs_no_file_but_config_json(kind: str, tmp_path: Path) -> None:
     """Neither weights nor a tokenizer nor the data; a run is refused."""
     values = complete_values(kind)

@@ -362,6 +362,7 @@ preflight.open_data = kill
 FAIL_TO_BUILD = "from lm.training import parallelize; parallelize.initialize_parameters = None\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [(KILL_AT_DATA, -9), (FAIL_TO_BUILD, 1)])
 def test_restart_is_not_of_an_earlier_start_with_the_same_id(
     end: str, code: int, tmp_path: Path
@@ -373,6 +374,7 @@ def test_restart_is_not_of_an_earlier_start_with_the_same_id(
     assert len(list((tmp_path / "runs" / "test").glob("before-*"))) == 1
 
 
+@pytest.mark.slow
 def test_start_that_is_refused_is_not_taken_for_the_last_one(tmp_path: Path) -> None:
     attempt(0, tmp_path, "max_steps=2", "resume=fresh")
     refused = "prompt=data without a tokenizer"
@@ -410,7 +412,9 @@ Watchdog.on_step_start = kill
 """
 
 
-@pytest.mark.parametrize("source", ["its own", "another run's"])
+@pytest.mark.parametrize(
+    "source", ["its own", pytest.param("another run's", marks=pytest.mark.slow)]
+)
 def test_start_is_remembered_until_the_first_checkpoint(
     source: str, two_steps: Path, tmp_path: Path
 ) -> None:
@@ -463,6 +467,7 @@ def test_start_whose_checkpoint_is_gone_is_refused(two_steps: Path, tmp_path: Pa
     assert f"which resumed from: {tmp_path / 'source'}/" in refused.stderr
 
 
+@pytest.mark.slow
 def test_initial_weights_are_remembered_until_the_first_checkpoint(
     two_steps: Path, tmp_path: Path
 ) -> None:
@@ -475,6 +480,7 @@ def test_initial_weights_are_remembered_until_the_first_checkpoint(
     run_fsdp(tmp_path, "max_steps=3", code=0)  # a checkpoint holds them now
 
 
+@pytest.mark.slow
 def test_weights_without_an_optimizer_start_another_run(two_steps: Path, tmp_path: Path) -> None:
     shutil.copytree(two_steps / "runs", tmp_path / "runs")
     checkpoint = checkpoints_by_step(tmp_path)[2]
@@ -487,6 +493,7 @@ def test_weights_without_an_optimizer_start_another_run(two_steps: Path, tmp_pat
     run_fsdp(tmp_path, "max_steps=1", f"init_from={checkpoint}", "run_name=another", code=0)
 
 
+@pytest.mark.slow
 def test_restart_of_a_start_that_failed_early_is_that_start(
     two_steps: Path, tmp_path: Path
 ) -> None:
@@ -584,6 +591,7 @@ def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> 
     assert "max_epochs" in refused.stderr
 
 
+@pytest.mark.slow
 def test_stopped_run_with_fewer_steps_says_how_to_train_on(tmp_path: Path) -> None:
     run_fsdp(tmp_path, "max_steps=6", "checkpoint_rate=3", code=0)
     shutil.rmtree(checkpoints_by_step(tmp_path)[6])

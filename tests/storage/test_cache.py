@@ -103,6 +103,7 @@ def test_without_locks_both_compute_and_one_result_stays(
     assert [len(name) for name in entries()] == [64]
 
 
+@pytest.mark.slow
 def test_wait_for_a_stopped_process_is_said(tmp_path: Path) -> None:
     with start(tmp_path) as first:
         assert first.stdout is not None
@@ -380,7 +381,9 @@ def test_file_that_changes_while_it_is_tokenized_is_refused(
 PARTS = ["train.bin", "train.ends", "train.mask", "train.json"]
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    "name", [PARTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PARTS[1:])]
+)
 def test_damaged_records_are_tokenized_again(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "to be or not to be"}\n' * 8)

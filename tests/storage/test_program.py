@@ -83,8 +83,8 @@ print(json.dumps([len(used), [name for name in used if before.get(name) == after
 @pytest.mark.parametrize(
     "module",
     [
-        "lm.data.records",
         "lm.data.text",
+        pytest.param("lm.data.records", marks=pytest.mark.slow),
         pytest.param("lm.hf.examine", marks=pytest.mark.slow),
         pytest.param("lm.flops", marks=pytest.mark.slow),
     ],
