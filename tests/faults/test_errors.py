@@ -282,8 +282,11 @@ def test_command_says_that_another_pipe_broke() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["/dev/full", "pipe"])
-@pytest.mark.parametrize("launcher", ["", "-m lm.launch --nproc 1"], ids=["fsdp", "launch"])
+@pytest.mark.parametrize(
+    ("launcher", "output"),
+    [("", "/dev/full"), ("", "pipe"), ("-m lm.launch --nproc 1", "pipe")],
+    ids=["full", "pipe", "launch"],
+)
 def test_run_whose_output_is_not_read_saves(launcher: str, output: str, tmp_path: Path) -> None:
     (tmp_path / "é.txt").write_text("Käse für alle. " * 200)
     (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": TEXT_RUN}))
