@@ -91,7 +91,6 @@ GPT2 = {
     "max_seq_len": 256,
 }
 DEFAULT = {"d_model": 512, "n_layers": 3, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
-OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
 LORA = LLAMA | {"lora_rank": 8, "init_from": "base"}
 NF4 = LORA | {"base_dtype": "nf4"}
 ACCUMULATED = {"total_batch_size": 24, "n_layers": 2}
@@ -110,7 +109,6 @@ ONE_OF_EACH_KIND: list[tuple[dict[str, Any], dict[str, Any]]] = [
 experts"""
 STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *ONE_OF_EACH_KIND,
-    (LLAMA, {"sharding": "full-shard", "activation_checkpointing": "full"}),
     (LLAMA, {"sharding": "no-shard"}),
     (LLAMA, {"sharding": "full-shard", "amp_dtype": None} | ACCUMULATED),
     (LLAMA, {"sharding": "grad-shard", "sync_each_micro_step": True} | ACCUMULATED),
@@ -118,19 +116,14 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         DEFAULT,
         {"sharding": "hybrid-grad-shard", "activation_checkpointing": "full", "batch_size": 5},
     ),
-    (OLMO2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
     (LORA, {"sharding": "grad-shard", "activation_checkpointing": "full"} | ACCUMULATED),
-    (NF4, {"sharding": "full-shard", "activation_checkpointing": "full"} | ACCUMULATED),
 ]
 NF4_OF_A_CLASS = {"lora_rank": 4, "init_from": "base", "base_dtype": "nf4"}
 CLASSES: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"sharding": "full-shard", "amp_dtype": None}),
-    ("gemma4_text", {"sharding": "grad-shard", "activation_checkpointing": "full"}),
     ("qwen3_5_text", {"sharding": "full-shard"}),
-    ("glm4_moe", {"sharding": "grad-shard"}),
     ("gemma2", {"sharding": "full-shard"}),  # complete logits
     ("ministral3", {"sharding": "full-shard", "lora_rank": 4, "init_from": "base"}),
-    ("gpt_oss", NF4_OF_A_CLASS | {"sharding": "full-shard"}),
     ("gpt_oss", NF4_OF_A_CLASS | {"sharding": "full-shard", "base_dtype": "mxfp4"}),
     ("qwen3_moe", NF4_OF_A_CLASS | {"sharding": "grad-shard", "activation_checkpointing": "full"}),
 ]
@@ -181,7 +174,7 @@ def assert_memory_is_that_of_pytorchs_tracker(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 def test_two_ranks_that_divide_sequences_have_half_of_the_activations(mode: str) -> None:
     keys = LLAMA | {"n_kv_heads": 2, "max_seq_len": 2048, "activation_checkpointing": mode}
     keys |= {"amp_dtype": "bfloat16", "compile": False}
@@ -200,7 +193,9 @@ def test_two_ranks_that_divide_sequences_have_half_of_the_activations(mode: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "changes"), ONE_OF_EACH_KIND, ids=str)
+@pytest.mark.parametrize(  # of recomputation, wrapping, base, and of experts
+    ("model", "changes"), ONE_OF_EACH_KIND[::2], ids=str
+)
 def test_a_few_blocks_tell_the_memory_of_all(
     model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
@@ -220,7 +215,6 @@ def test_a_few_blocks_tell_the_memory_of_all(
 
 
 LAYERS_OF_CLASSES: list[tuple[str, int, dict[str, Any], list[int]]] = [
-    ("qwen3_moe", 10, {}, [4, 5]),
     ("gpt_oss", 13, {"layer_types": (["sliding_attention", "full_attention"] * 7)[:13]}, [5, 7]),
     ("lfm2", 11, {"layer_types": ["conv"] * 10 + ["full_attention"]}, [11]),  # no kind repeats
 ]
@@ -229,7 +223,7 @@ LAYERS_OF_CLASSES: list[tuple[str, int, dict[str, Any], list[int]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "n_layers", "kinds", "taken"), LAYERS_OF_CLASSES, ids=["qwen3_moe", "gpt_oss", "lfm2"]
+    ("kind", "n_layers", "kinds", "taken"), LAYERS_OF_CLASSES, ids=["gpt_oss", "lfm2"]
 )
 def test_a_few_blocks_of_a_class_tell_the_memory_of_all_if_their_kinds_repeat(
     kind: str,
