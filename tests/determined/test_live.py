@@ -305,7 +305,7 @@ ASHA = {
     "max_time": 200,
     "max_rungs": 2,  # steps 50 and 200
     "divisor": 4,
-    "max_trials": 6,
+    "max_trials": 6 if MASTER else 4,  # on the stand-in, of each kind: kept, stopped and refused
     "max_concurrent_trials": 1,  # one after the other: their losses tell which ones survive
 }
 LENGTHS = {"max_steps": 200, "report_rate": 10, "validation_rate": 50, "checkpoint_rate": 50}
