@@ -251,42 +251,6 @@ def test_killed_rank_ends_the_run_at_once(victim: int, tmp_path: Path) -> None:
     assert verified(tmp_path)
 
 
-@pytest.mark.slow
-def test_stopped_rank_is_named_after_collective_timeout(tmp_path: Path) -> None:
-    jobs: list[Job] = []
-    with ExitStack() as stack:
-        for victim in (0, 1):
-            job = stack.enter_context(started(tmp_path / str(victim), "collective_timeout=8"))
-            job.wait_for("checkpoint")
-            job.ranks()[victim].suspend()
-            jobs.append(job)
-        for victim, job in enumerate(jobs):
-            code, stderr = job.finish()
-            assert code == 1
-            (line, *_) = re.findall(rf"^rank {1 - victim} .*", stderr, re.MULTILINE)
-            expected = rf"timed out after 8 s .*waiting for rank {victim}\b.*does not respond"
-            assert re.search(expected, line)
-            assert "Traceback" not in stderr
-            assert verified(tmp_path / str(victim))
-
-
-@pytest.mark.slow
-def test_stopped_rank_0_is_named_by_a_rank_that_was_not_waiting_yet(tmp_path: Path) -> None:
-    # Rank 1 asks the store of rank 0 whether others wait for it, and gets no answer.
-    hang = "while not os.path.exists('suspended'): time.sleep(0.01)"
-    script = HANGING_LOADER.format(hang=hang, call="print('late'); hang()", other="pass")
-    with started(tmp_path, "collective_timeout=8", script=script) as job:
-        job.wait_for("late")
-        job.ranks()[0].suspend()
-        (tmp_path / "suspended").touch()
-        _, stderr = job.finish()
-    assert re.search(
-        r"^rank 1 .*timed out .*waiting for rank 0\b.*not respond", stderr, re.MULTILINE
-    )
-    assert "Traceback" not in stderr
-    assert "stacks" not in stderr
-
-
 HANGING_LOADER = """
 import ctypes, threading, time
 import torch
@@ -310,49 +274,47 @@ Loader.training = hanging_loader
 """
 
 
-@contextmanager
-def hanging(folder: Path, script: str) -> Iterator[Job]:
-    """A run of `script`, in which rank 1 hangs in `hang` after step 3."""
-    with started(folder, "collective_timeout=8", script=script) as job:
-        job.wait_for("validation  step    3")
-        job.ranks()
-        yield job
-
-
-def finish_hanging(job: Job) -> str:
-    """Wait for the end of the run; return stderr."""
-    code, stderr = job.finish()
-    assert code == 1
-    assert "in hang\n" in stderr
-    return stderr
-
-
 @pytest.mark.slow
-def test_hung_rank_is_named_and_prints_its_stacks(tmp_path: Path) -> None:
-    hangs = {
-        "time.sleep(1000)": "did not join",
-        "ctypes.PyDLL(None).sleep(1000)": "does not respond",  # it holds the GIL
-    }
-    with ExitStack() as stack:
-        jobs: list[Job] = []
-        for number, hang in enumerate(hangs):
-            script = HANGING_LOADER.format(hang=hang, call="hang()", other="pass")
-            jobs.append(stack.enter_context(hanging(tmp_path / str(number), script)))
-        for job, part in zip(jobs, hangs.values(), strict=True):
-            stderr = finish_hanging(job)
-            line = next(line for line in stderr.splitlines() if line.startswith("rank 0 "))
-            assert re.search(rf"timed out after 8 s .*waiting for rank 1\b.*{part}", line)
+def test_stopped_rank_is_named_after_collective_timeout(tmp_path: Path) -> None:
+    stop = "collective_timeout=8"
+    hang = "while not os.path.exists('suspended'): time.sleep(0.01)"
+    script = HANGING_LOADER.format(hang=hang, call="print('late'); hang()", other="pass")
+    jobs: list[Job] = []
+    with ExitStack() as stack:  # they wait for the timeout at the same time
+        # Rank 1 asks the store of rank 0 whether others wait for it, and gets no answer.
+        late = stack.enter_context(started(tmp_path / "late", stop, script=script))
+        late.wait_for("late")
+        late.ranks()[0].suspend()
+        (tmp_path / "late" / "suspended").touch()
+        for victim in (0, 1):
+            job = stack.enter_context(started(tmp_path / str(victim), stop))
+            job.wait_for("checkpoint")
+            job.ranks()[victim].suspend()
+            jobs.append(job)
+        for victim, job in enumerate(jobs):
+            code, stderr = job.finish()
+            assert code == 1
+            (line, *_) = re.findall(rf"^rank {1 - victim} .*", stderr, re.MULTILINE)
+            expected = rf"timed out after 8 s .*waiting for rank {victim}\b.*does not respond"
+            assert re.search(expected, line)
+            assert "Traceback" not in stderr
+            assert verified(tmp_path / str(victim))
+        _, stderr = late.finish()
+    assert re.search(
+        r"^rank 1 .*timed out .*waiting for rank 0\b.*not respond", stderr, re.MULTILINE
+    )
+    assert "Traceback" not in stderr
+    assert "stacks" not in stderr
 
 
-@pytest.mark.slow
-def test_hung_rank_is_named_where_collectives_do_not_fail(tmp_path: Path) -> None:
-    wait = "dist.all_reduce(torch.ones(2), group=group, async_op=True)"
-    wait += "; threading.Timer(30, os.abort).start(); ctypes.CDLL(None).sleep(1000)"
-    call = "thread = threading.Thread(target=hang, name='loader'); thread.start(); thread.join()"
-    script = HANGING_LOADER.format(hang="time.sleep(1000)", call=call, other=wait)
-    # As NCCL waits: the timeout of its group is longer, the main thread waits in C without Python's
-    # lock and without an exception, and PyTorch aborts the process in the end.
-    script += """
+HANG_IN_A_THREAD = (
+    "thread = threading.Thread(target=hang, name='loader'); thread.start(); thread.join()"
+)
+WAIT_AS_NCCL = "dist.all_reduce(torch.ones(2), group=group, async_op=True)"
+WAIT_AS_NCCL += "; threading.Timer(30, os.abort).start(); ctypes.CDLL(None).sleep(1000)"
+"""The timeout of its group is longer, the main thread waits in C without Python's lock and without
+an exception, and PyTorch aborts the process in the end."""
+JOIN_GROUP = """
 import datetime
 join_world = fsdp.join_world
 
@@ -364,9 +326,31 @@ def join_world_and_group(*args):
 
 fsdp.join_world = join_world_and_group
 """
-    with hanging(tmp_path, script) as job:
-        stderr = finish_hanging(job)
-    assert re.search(r"^rank 0 .*waiting for rank 1\b.*did not join", stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_hung_rank_is_named_and_prints_its_stacks(tmp_path: Path) -> None:
+    hang = "time.sleep(1000)"
+    hang_with_gil = "ctypes.PyDLL(None).sleep(1000)"
+    in_thread = HANGING_LOADER.format(hang=hang, call=HANG_IN_A_THREAD, other=WAIT_AS_NCCL)
+    hangs = {
+        HANGING_LOADER.format(hang=hang, call="hang()", other="pass"): "did not join",
+        HANGING_LOADER.format(hang=hang_with_gil, call="hang()", other="pass"): "does not respond",
+        in_thread + JOIN_GROUP: "did not join",
+    }
+    jobs: list[Job] = []
+    with ExitStack() as stack:  # they wait for the timeout at the same time
+        for number, script in enumerate(hangs):
+            job = started(tmp_path / str(number), "collective_timeout=8", script=script)
+            jobs.append(stack.enter_context(job))
+            jobs[-1].wait_for("validation  step    3")
+            jobs[-1].ranks()
+        for job, part in zip(jobs, hangs.values(), strict=True):
+            code, stderr = job.finish()
+            assert code == 1
+            assert "in hang\n" in stderr
+            expected = rf"^rank 0 .*timed out after 8 s .*waiting for rank 1\b.*{part}"
+            assert re.search(expected, stderr, re.MULTILINE), stderr
 
 
 @contextmanager
