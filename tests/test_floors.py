@@ -77,18 +77,19 @@ fsdp lm.any_model lm.attention lm.checkpoint lm.command_line lm.config lm.contex
 lm.determined lm.errors lm.examined lm.fields lm.fileio lm.flops lm.grouped_mm lm.initial_weights
 lm.inputs lm.launch lm.memory lm.metrics lm.model_config lm.objectives lm.preflight lm.presets
 lm.program lm.report lm.resume lm.runtime lm.sampling lm.seeds lm.shards lm.storage lm.tasks
-lm.training lm.transformers_config lm.transformers_private lm.units model
+lm.training lm.transformers_config lm.units model
 """
 MAKERS_OF_DATA = """
 lm.prepare lm.data.blocks lm.data.documents lm.data.encoder lm.data.examples lm.data.json_lines
-lm.data.messages lm.data.parallel lm.data.readers lm.data.records lm.data.rendering lm.data.stream
-lm.data.text lm.data.unwritten
+lm.data.messages lm.data.parallel lm.data.readers lm.data.record_fields lm.data.records
+lm.data.rendering lm.data.stream lm.data.text lm.data.unwritten
 """
 DOORS = {
     "lm.transformers_model": {"lm.any_model", "lm.flops"},  # a model that is of transformers
     "lm.hf": {"lm.initial_weights", "lm.inputs", "lm.preflight"},  # init_from; exports; searches
     "lm.tasks": {"fsdp", "lm.preflight"},  # eval_tasks
     "lm.metrics.trackers": {"lm.metrics.logger"},  # tracker
+    "lm.training.experts": {"lm.training.lora"},  # of a class, next to adapters
 }
 """what some runs import, by the modules whose functions import it then"""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
-from lm.data.record_fields import check_fields
+from lm.data.named_fields import check_fields
 from lm.errors import ConfigError
 from lm.fields import Config, Fixed, Logged, Needs, Varied
 from lm.units import format_count

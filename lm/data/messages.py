@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm.data.json_lines import load_json
-from lm.data.record_fields import OF_MESSAGES, RecordFields, Value, as_yaml, show
+from lm.data.named_fields import OF_MESSAGES, as_yaml
+from lm.data.record_fields import RecordFields, Value, show
 from lm.errors import ConfigError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

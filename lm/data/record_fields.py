@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm.data.chat_template import REASONING_KEYS
+from lm.data.named_fields import OF_CHATS, OF_MESSAGES, as_yaml, parse_template
 from lm.errors import ConfigError
 
 _KINDS = (("messages",), ("conversations",), ("prompt", "completion"), ("text",))
 """keys of records that are read without `fields`, each by itself"""
-_NAMED_KINDS = (("messages",), ("prompt", "completion"), ("user", "assistant"), ("text",))
-_NAMED_PAIRS = (
-    ("chosen", "rejected"),
-    ("prompt", "chosen", "rejected"),
-    ("user", "chosen", "rejected"),
-)
-"""what `fields` can say that the keys of a record hold"""
-_OF_CHATS = ("system", "tools")
-OF_MESSAGES = (
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "weight",
-    *sorted(REASONING_KEYS),
-)
-"""what `fields` can say that the keys of a message hold"""
 _EXAMPLES = (
     "{user: KEY, assistant: KEY}, {prompt: KEY, completion: KEY} or {text: KEY}, and with"
     " objective: dpo {user: KEY, chosen: KEY, rejected: KEY} (docs/data.md has examples)"
@@ -85,7 +65,7 @@ class RecordFields:
             content = fill(source, record)
             if content is not None:
                 values[what] = Value(content, source)
-            elif what not in _OF_CHATS:
+            elif what not in OF_CHATS:
                 raise ConfigError(f"{source} is null, and fields reads it; remove the line")
         return values
 
@@ -101,48 +81,13 @@ class RecordFields:
             problem = f"the line has the keys: {', '.join(keys) or 'none'}"
             raise ConfigError(f"{problem}; say what they hold, fields: {_EXAMPLES}")
         kind = known[0]
-        read = kind if kind == ("text",) else (*kind, *_OF_CHATS)
+        read = kind if kind == ("text",) else (*kind, *OF_CHATS)
         named = {"messages" if key == "conversations" else key: key for key in read if key in keys}
         unread = [key for key in keys if key not in read]
         if unread:
             remedy = f"to leave it out, name the rest, fields: {as_yaml(named)}"
             raise ConfigError(f"{', '.join(unread)}: not read; {remedy}")
         return named
-
-
-def check_fields(fields: Mapping[str, str]) -> None:
-    """Raise ValueError unless `fields` says all that one kind of record needs, and no more."""
-    kinds = [*_NAMED_KINDS, *_NAMED_PAIRS]
-    of_record = fields.keys() - {*_OF_CHATS, *OF_MESSAGES}
-    if of_record not in [set(kind) for kind in kinds]:
-        described = ", or ".join(" and ".join(kind) for kind in kinds)
-        rest = ", ".join([*_OF_CHATS, *OF_MESSAGES])
-        problem = f"{as_yaml(fields)} is no kind of record"
-        raise ValueError(f"{problem}; name {described}, and of chats what they have of {rest}")
-    if of_record == {"text"} and len(fields) > 1:
-        raise ValueError("text is not a chat; remove what else is named")
-    of_messages = fields.keys() & {*OF_MESSAGES}
-    if of_messages and not {"role", "content"} <= of_messages:
-        raise ValueError("of messages, name role and content, and what else is read of them")
-    for what, source in fields.items():
-        try:
-            _parse(source)
-        except ValueError as error:
-            problem = f"{what}: {source!r} is no template: {error}"
-            remedy = "write names in braces, and other braces twice: {{"
-            raise ValueError(f"{problem}; {remedy}") from None
-        if "{" in source and what in ("messages", "tools", *of_messages):
-            raise ValueError(f"{what}: {source!r} makes a text; name a key")
-
-
-def _parse(source: str) -> list[tuple[str, str | None]]:
-    """Return the texts of a template, each with the name that follows it, or None."""
-    parts: list[tuple[str, str | None]] = []
-    for before, name, spec, conversion in string.Formatter().parse(source):
-        if name == "" or spec or conversion:
-            raise ValueError("braces have names of keys alone")
-        parts.append((before, name))
-    return parts
 
 
 def fill(source: str, record: Mapping[str, Any]) -> Any:
@@ -154,7 +99,7 @@ def fill(source: str, record: Mapping[str, Any]) -> Any:
     if "{" not in source:
         return record[_require(source, record)]
     text = ""
-    for before, name in _parse(source):
+    for before, name in parse_template(source):
         value = ""
         if name is not None:
             value = record[_require(name, record)]
@@ -202,13 +147,3 @@ def check_text(text: Any, key: str) -> str:
 def show(value: Any) -> str:
     """Return the start of what a record has, which in a dataset of the Hub need not be JSON's."""
     return json.dumps(value, default=str)[:60]
-
-
-def as_yaml(fields: Mapping[str, str]) -> str:
-    """Return `fields` as it is typed in YAML."""
-    import yaml  # which the machine of a benchmark may lack
-
-    flow = yaml.safe_dump(
-        dict(fields), default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
-    )
-    return flow.strip()

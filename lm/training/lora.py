@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from lm.any_model import AnyModel, new_structure
 from lm.training import four_bits
 from lm.training.config import LoraConfig
-from lm.training.experts import convert_experts
 from lm.training.four_bits import FORMATS, NF4, NF4Linear
 from lm.training.roles import (
     describe_rest,
@@ -79,6 +78,8 @@ def add_adapters(
         roundable = {layer.module for layer in find_roundable(model)}
     layers = find_linear_layers(model, model.blocks)
     if model.config.examined.experts:
+        from lm.training.experts import convert_experts  # of classes of transformers
+
         ever_kept = model.kept_in_float32(torch.float16)  # in any dtype, as of `find_roundable`
         for block in model.blocks:
             for path, module in list(block.named_modules()):
