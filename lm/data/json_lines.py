@@ -16,23 +16,13 @@ from lm.errors import ConfigError
 _RULE = "each line must be one JSON object, or the file an array of them"
 
 
-class RawLine(NamedTuple):
-    """A line of a JSON Lines file, or an element of a JSON array."""
-
-    place: str
-    """file and line number, for errors"""
-    content: Any
-    """the bytes of a line, or the value of an element"""
-    size: int
-    """of the line (bytes)"""
-
-
 class Record(NamedTuple):
     """A record of a file."""
 
     place: str
     """file, and line if it has several, for errors"""
-    fields: dict[str, Any]
+    fields: Any
+    """its values by key; of a raw line, its bytes, or the value of an element of an array"""
     size: int
     """about its bytes"""
 
@@ -49,18 +39,18 @@ def read_json_lines(path: Path) -> Iterator[Record]:
         yield parse_line(line)
 
 
-def parse_line(line: RawLine) -> Record:
-    """Return the record of a line."""
-    fields = line.content
+def parse_line(line: Record) -> Record:
+    """Return the record of a raw line."""
+    fields = line.fields
     if isinstance(fields, bytes):
         fields = _parse_json(fields, line.place)
     if not isinstance(fields, dict):
         raise ConfigError(f"{line.place}: not a JSON object: {json.dumps(fields)[:60]}")
-    return Record(line.place, fields, line.size)
+    return line._replace(fields=fields)
 
 
-def read_raw_lines(path: Path) -> Iterator[RawLine]:
-    """Yield what `read_json_lines` parses."""
+def read_raw_lines(path: Path) -> Iterator[Record]:
+    """Yield the raw lines that `read_json_lines` parses."""
     blocks = read_line_blocks(path)
     first_block = next(blocks, b"")
     if first_block.lstrip().startswith(b"["):
@@ -71,13 +61,13 @@ def read_raw_lines(path: Path) -> Iterator[RawLine]:
         for line in io.BytesIO(block):
             number += 1
             if line.strip():
-                yield RawLine(f"{path}:{number}", line, len(line))
+                yield Record(f"{path}:{number}", line, len(line))
 
 
-def _read_json_array(path: Path, content: bytes) -> Iterator[RawLine]:
+def _read_json_array(path: Path, content: bytes) -> Iterator[Record]:
     records = _parse_json(content, str(path))
     for i, record in enumerate(records):
-        yield RawLine(f"{path}[{i}]", record, len(content) // len(records))
+        yield Record(f"{path}[{i}]", record, len(content) // len(records))
 
 
 def _parse_json(content: bytes, place: str) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.data.documents import total_size
-from lm.data.json_lines import RawLine, Record, parse_line, read_raw_lines
+from lm.data.json_lines import Record, parse_line, read_raw_lines
 from lm.data.parallel import count_workers, map_in_order
 from lm.data.readers import is_held_out, splits_by_content
 from lm.data.record_fields import RecordFields
@@ -63,7 +63,7 @@ class _Piece:
 
     first_line: int
     """its number over all files"""
-    lines: list[RawLine] = field(default_factory=list)
+    lines: list[Record] = field(default_factory=list)
     size: int = 0
     """bytes of input"""
 
@@ -100,14 +100,14 @@ def _read_pieces(files: Sequence[Path], options: RecordOptions) -> Iterator[_Pie
         yield piece
 
 
-def _read_lines(path: Path, options: RecordOptions) -> Iterator[RawLine]:
+def _read_lines(path: Path, options: RecordOptions) -> Iterator[Record]:
     """Yield the lines of a file, or the records of a dataset of the Hub."""
     if options.split is None:
         yield from read_raw_lines(path)
         return
     records = read_once(str(path), "train_data", options.split, options.hf_config)
     for number, record in enumerate(records):
-        yield RawLine(f"{path}: record {number}", record, len(str(record)))
+        yield Record(f"{path}: record {number}", record, len(str(record)))
 
 
 def _check_first_lines(files: Sequence[Path], tokenize: _PieceTokenizer) -> None:
