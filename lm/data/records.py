@@ -47,13 +47,10 @@ def write(
     _check_first_lines(files, tokenize)
     write_splits(
         directory,
-        options.splits,
         partial(_tokenize_files, files, tokenize),
-        tokenizer,
         files,
-        file_format="jsonl",
-        has_mask=True,
-        pairs=options.of_pairs,
+        tokenizer,
+        options,
     )
 
 

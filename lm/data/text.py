@@ -104,11 +104,4 @@ def write(
         ConfigError: files cannot be read, or have no text.
     """
     texts = TextFiles(files, options)
-    write_splits(
-        directory,
-        options.splits,
-        partial(texts.tokenize, tokenizer),
-        tokenizer,
-        files,
-        file_format=options.format,
-    )
+    write_splits(directory, partial(texts.tokenize, tokenizer), files, tokenizer, options)

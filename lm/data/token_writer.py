@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lm.data.documents import bar_of_files
 from lm.data.files import name_files
 from lm.data.token_file import TokenIndex
+from lm.data.tokenized import Options
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, parse_json, read_bytes, sync, write_durably
@@ -68,8 +69,6 @@ class TokenFileWriter:
 
     Args:
         written: what the files have already; what follows that is deleted.
-        has_mask: chunks say which tokens are learned.
-        pairs: documents are the replies of pairs.
     """
 
     def __init__(
@@ -77,14 +76,12 @@ class TokenFileWriter:
         directory: Path,
         name: str,
         tokenizer: Tokenizer,
+        options: Options,
         written: _Written,
-        *,
-        has_mask: bool,
-        pairs: bool,
     ) -> None:
         self._path = directory / f"{name}.json"
         self._tokenizer = tokenizer
-        self._pairs = pairs
+        self._options = options
         self.written = written
         self._dtype: Literal["uint16", "uint32"] = "uint16"
         if tokenizer.vocab_size > 2**16:
@@ -93,7 +90,7 @@ class TokenFileWriter:
             ".bin": written.tokens * np.dtype(self._dtype).itemsize,
             ".ends": written.documents * 8,
         }
-        if has_mask:
+        if options.has_mask:
             sizes[".mask"] = written.tokens // 8
         self._files: dict[str, BinaryIO] = {}
         for suffix, size in sizes.items():
@@ -142,7 +139,7 @@ class TokenFileWriter:
             tokenizer=self._tokenizer.identity,
             vocab_size=self._tokenizer.vocab_size,
             dtype=self._dtype,
-            pairs=self._pairs,
+            pairs=self._options.of_pairs,
             **contents,
         )
         write_durably(self._path, index.model_dump_json(indent=1).encode())
@@ -174,35 +171,27 @@ class _Progress:
 
 def write_splits(
     directory: Path,
-    splits: Sequence[str],
     read: Callable[[int], Generator[Sequence[TokenChunk]]],
-    tokenizer: Tokenizer,
     files: Sequence[Path],
-    *,
-    file_format: str | None = None,
-    has_mask: bool = False,
-    pairs: bool = False,
+    tokenizer: Tokenizer,
+    options: Options,
 ) -> None:
     """Write the token file of each split to `directory`, with a progress bar.
 
     Args:
-        splits: their names; the second is held out.
         read: yields the tokens of `files` in pieces, without the first ones, whose number it is
             passed: those that a killed process has written to `directory`.
-        file_format: of all files; None = by suffix.
 
     Raises:
         ConfigError: a split has no documents.
     """
     with ExitStack() as stack:
-        progress = _Progress.load(directory, len(splits))
+        progress = _Progress.load(directory, len(options.splits))
         writers: list[TokenFileWriter] = []
-        for name, written in zip(splits, progress.written, strict=True):
-            writer = TokenFileWriter(
-                directory, name, tokenizer, written, has_mask=has_mask, pairs=pairs
-            )
+        for name, written in zip(options.splits, progress.written, strict=True):
+            writer = TokenFileWriter(directory, name, tokenizer, options, written)
             writers.append(stack.enter_context(closing(writer)))
-        bar = bar_of_files("tokenizing", files, file_format, hidden=not is_rank0())
+        bar = bar_of_files("tokenizing", files, options.format, hidden=not is_rank0())
         stack.enter_context(bar)
         bar.update(progress.size)
         saved_at = time.monotonic()
@@ -220,7 +209,7 @@ def write_splits(
         n_documents = sum(written.documents for written in progress.written)
         if n_documents == 0:
             raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
-        for name, written in zip(splits, progress.written, strict=True):
+        for name, written in zip(options.splits, progress.written, strict=True):
             if written.documents == 0:
                 problem = f"none of {format_count(n_documents, 'document')} is for {name}"
                 separate = "name other data for validation (val_data), or another fraction"

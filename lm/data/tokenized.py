@@ -30,6 +30,10 @@ class TextOptions:
 
     maker = "lm.data.text"
     """module whose `write` makes them"""
+    has_mask = False
+    """whether they say which tokens are learned; else all are"""
+    of_pairs = False
+    """whether documents are the replies of pairs"""
     format: str | None = None
     """of all files; None = by suffix"""
     text_field: str = "text"
@@ -54,6 +58,8 @@ class RecordOptions:
 
     maker = "lm.data.records"
     """see `TextOptions`"""
+    has_mask = True
+    format = "jsonl"
     fields: Mapping[str, str] | None = None
     """the hyperparameters of these names"""
     loss_on: Literal["all", "completion"] = "all"
