@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import ast
-import io
-import json
-import os
-import pickle
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.locate import find_checkpoint
@@ -28,7 +23,6 @@ from lm.checkpoint.store import LocalCheckpoints, SavedCheckpoint, expired
 from lm.errors import ConfigError
 from lm.resume import ResumePlan, find_complete
 from lm.runtime.world import World
-from lm.storage.folder import record
 from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.checkpoints import (
@@ -37,7 +31,6 @@ from tests.support.checkpoints import (
     SHARDS,
     forge_manifest,
     open_checkpointer,
-    rewrite_header,
     save_toy,
     toy_model,
     write_checkpoint,
@@ -190,49 +183,6 @@ def test_resume_compares_tokenizers_by_content(victim: Path) -> None:
         find_complete(plan, store, other_content, 10, samples=False)
 
 
-class Payload:
-    """Makes the directory `path` when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-def test_payload_runs_where_it_is_trusted(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
-    assert (tmp_path / "ran").exists()
-
-
-def plant(folder: Path, payload: Payload, as_zip: bool | None = None) -> None:
-    """Replace the tensors of rank 0 by a payload, pickled or saved by PyTorch."""
-    content = io.BytesIO()
-    if as_zip is None:
-        pickle.dump(payload, content)
-    else:
-        torch.save(payload, content, _use_new_zipfile_serialization=as_zip)
-    size = (folder / SHARDS[0]).stat().st_size
-    (folder / SHARDS[0]).write_bytes(content.getvalue().ljust(size, b"\0"))
-    forge_manifest(folder)
-
-
-@pytest.mark.parametrize("as_zip", [None, True, False])
-def test_load_runs_no_payload_in_place_of_tensors(
-    as_zip: bool | None, victim: Path, tmp_path: Path
-) -> None:
-    plant(victim, Payload(tmp_path / "ran"), as_zip)
-    assert refusal(victim).startswith(f"{victim / SHARDS[0]}: damaged header")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_load_opens_only_files_of_the_manifest(victim: Path, tmp_path: Path) -> None:
-    for name in (".metadata", "model-00002-00000.safetensors", "model.pt"):
-        (victim / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    load_weights(victim, toy_model(-1).state_dict())
-    assert not (tmp_path / "ran").exists()
-
-
 def test_no_product_code_unpickles() -> None:
     with_its_child = (
         REPOSITORY / "lm" / "data" / "worker.py"
@@ -258,24 +208,6 @@ def test_no_product_code_unpickles() -> None:
             "marshal",
         }, path
         assert "torch.load(" not in path.read_text(), path
-
-
-def test_load_refuses_a_slice_that_another_rank_has(victim: Path) -> None:
-    def change(header: dict[str, Any]) -> dict[str, Any]:
-        sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-        sharding["head.output.weight"]["saved_offsets"] = [2, 0]
-        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
-        return header
-
-    rewrite_header(victim / SHARDS[1], change)
-    forge_manifest(victim)
-    assert refusal(victim).startswith(f"{victim}: damaged: model.head.output.weight ")
-
-
-def test_load_refuses_a_manifest_with_too_few_files(victim: Path) -> None:
-    names = [SHARDS[0], *OPTIM_SHARDS]
-    forge_manifest(victim, files={name: record(victim / name).model_dump() for name in names})
-    assert refusal(victim).startswith(f"{victim}: damaged: model.")
 
 
 @pytest.mark.parametrize(
