@@ -233,6 +233,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", OPTIMIZERS)
 def test_optimizer_keeps_no_objects_of_sharded_parameters(settings: dict[str, Any]) -> None:
     def count_kept(world: World) -> Counter[str]:

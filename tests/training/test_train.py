@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -41,10 +42,9 @@ def test_skip_nonfinite_ends_the_run_after_too_many(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", [0.5, 2])
-def test_epochs_set_the_length(epochs: float, tmp_path: Path) -> None:
-    done = run_fsdp(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2", code=0)
-    assert f"step {int(10 * epochs)}/{int(10 * epochs)}" in done.stdout
+def test_epochs_set_the_length(tmp_path: Path) -> None:
+    done = run_fsdp(tmp_path, "max_epochs=1.5", "total_batch_size=2", "batch_size=2", code=0)
+    assert "step 15/15" in done.stdout
 
 
 @pytest.mark.slow
@@ -64,11 +64,8 @@ TEXT |= {"validation_rate": 2}
 
 
 def sample_by_sharding(world: World) -> list[Path]:
-    hybrid = {"shard_group_size": 1}
-    settings = [{"sharding": sharding} for sharding in ("full-shard", "grad-shard", "no-shard")]
-    settings += [
-        {"sharding": sharding} | hybrid for sharding in ("hybrid-full-shard", "hybrid-grad-shard")
-    ]
+    settings: list[dict[str, Any]] = [{}, {"sharding": "no-shard"}]
+    settings += [{"sharding": "hybrid-full-shard", "shard_group_size": 1}]
     settings += [{"num_tokens": 0}, {"sample_rate": 3, "cpu_offload": True}]
     return [
         train_in_world(world, TEXT | each | {"run_name": f"run{i}"})
@@ -88,11 +85,11 @@ def test_sample_rate_changes_no_training(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert [step for step, *_ in first] == [2, 4]
     assert all(prompt.isprintable() and len(prompt) == 16 and text for _, prompt, text in first)
-    assert others == [first] * 4
+    assert others == [first] * 2
     assert silent == []
     assert [step for step, *_ in offloaded] == [3, 4]
     losses = [each.curve("training", "loss") for each in runs]
-    assert losses[5] == losses[0]
+    assert losses[3] == losses[0]
 
 
 @pytest.mark.slow
