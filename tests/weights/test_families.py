@@ -90,15 +90,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, all biases": LLAMA | {"bias": "all", "n_kv_heads": 2},
     "mistral, window 8": MISTRAL | {"sliding_window": 8},
     "mistral, no window": MISTRAL | {"sliding_window": None},
-    "mistral, window, scaling": MISTRAL
-    | {"sliding_window": 8, "rope_theta": 1e6, "rope_scaling": LLAMA3_ROPE},
     "mistral nemo, head_dim 16": MISTRAL | {"sliding_window": None, "head_dim": 16},
     "qwen2": QWEN2,
-    "qwen2, tied": QWEN2 | {"tie_embeddings": True, "n_kv_heads": 1},
     "qwen3": QWEN3,
-    "qwen3, tied, head_dim 8": QWEN3 | {"tie_embeddings": True, "head_dim": 8},
     "olmo2": OLMO2,
-    "olmo2, all heads": OLMO2 | {"n_kv_heads": 4, "tie_embeddings": True},
     "gpt2": GPT2,
     "gpt2, untied": GPT2 | {"tie_embeddings": False},
     "gpt2, d_ff 48": GPT2 | {"d_ff": 48, "norm_eps": 1e-6},
@@ -206,6 +201,7 @@ def test_gradients_equal_transformers(pair: Pair) -> None:
         assert error.norm() < 1e-5 * expected[place].norm(), place
 
 
+@pytest.mark.slow
 def test_generation_equals_transformers(pair: Pair) -> None:
     theirs = pair.generate_theirs(PROMPTS[0])
     ours = list(sampling.generate(pair.ours, PROMPTS[0].tolist(), 40, seed=0, **GREEDY))
@@ -213,6 +209,7 @@ def test_generation_equals_transformers(pair: Pair) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", ["qwen2"], indirect=True)
 def test_generation_ends_where_that_of_transformers_does(pair: Pair) -> None:
     stop_ids = set(pair.generate_theirs(PROMPTS[0])[10:12])
     for prompt in PROMPTS:
@@ -333,6 +330,7 @@ def test_export_of_many_files(name: str, tmp_path: Path, monkeypatch: Any) -> No
     torch.testing.assert_close(load(directory)(TOKENS).logits, ours(TOKENS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_config_json_of_presets_is_of_their_size(preset: str) -> None:
     config = ModelConfig.model_validate({"model": preset})
@@ -357,6 +355,7 @@ def test_one_of_two_sets_of_weights_is_refused(tmp_path: Path) -> None:
     assert list_weight_files(tmp_path) == [single]
 
 
+@pytest.mark.slow
 def test_init_from_can_be_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "in"
     make_reference(LLAMA_CLASS | {"vocab_size": 300}).save_pretrained(source)

@@ -190,6 +190,7 @@ def test_checkpoints_of_model_py_do_not_mix_with_classes(sources: dict[str, Path
             require_same_structure(saved, now)
 
 
+@pytest.mark.slow
 def test_init_from_warns_of_positions_the_model_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +213,7 @@ def test_init_from_warns_of_positions_the_model_lacks(
         assert line.startswith(f"max_seq_len: {limit + 1} exceeds the {limit} positions")
 
 
+@pytest.mark.slow
 def test_init_from_refuses_positions_that_a_table_lacks(sources: dict[str, Path]) -> None:
     gpt2 = {"init_from": str(sources["gpt2"])}
     assert read_with_model_defaults(gpt2).model.max_seq_len == 64

@@ -209,7 +209,7 @@ def test_smaller_last_blocks_which_transformers_takes_for_others_are_refused(
         open_weights(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8 of experts"])
+@pytest.mark.parametrize("kind", ["mxfp4", pytest.param("fp8 of experts", marks=pytest.mark.slow)])
 def test_ranks_dequantize_their_shards(kind: str, tmp_path: Path) -> None:
     save_quantized(kind, tmp_path)
     assert all(rank.are_equal for rank in run_ranks(2, read_on_ranks, tmp_path))
@@ -284,6 +284,7 @@ def test_weights_that_stay_in_mxfp4_are_not_dequantized_to_be_loaded(
     weights.read_directory(tmp_path, model)
 
 
+@pytest.mark.slow
 def test_mxfp4_is_refused_where_the_files_have_other_weights(tmp_path: Path) -> None:
     run = RUN | {"init_from": str(tmp_path), "base_dtype": "mxfp4"}
     save_quantized("fp8 of experts", tmp_path)
@@ -318,7 +319,7 @@ def test_exponents_beyond_float32_are_refused_in_weights_that_stay_in_mxfp4(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base_dtype", [None, "nf4", "mxfp4"])
+@pytest.mark.parametrize("base_dtype", [None, "mxfp4"])
 def test_a_run_on_a_quantized_folder_is_one_on_its_weights(
     base_dtype: str | None, tmp_path: Path
 ) -> None:
