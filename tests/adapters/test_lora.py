@@ -58,7 +58,6 @@ from tests.support.models import unit_sizes
 from tests.support.parallelism import (
     AMP_DTYPES,
     EQUIVALENT_OPTIONS,
-    STRATEGIES,
     train_each,
 )
 from tests.support.ranks import in_world, run_ranks
@@ -118,8 +117,8 @@ def adapters_of(checkpoint: Path) -> lora.Adapters:
 
 
 def require_adapters_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The run in `folder` has adapters close to `expected` after 20 steps."""
-    ours = adapters_of(checkpoints_by_step(folder)[20])
+    """The run in `folder` has adapters close to `expected` after eight steps."""
+    ours = adapters_of(checkpoints_by_step(folder)[8])
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
@@ -168,7 +167,7 @@ Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0, "use_rslora"
 def test_lora_trains_as_peft(
     changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, **changes)
+    hyperparameters = settings(bases["llama"], max_steps=8, lr=1e-3, **changes)
     run_fsdp(tmp_path, ranks=2, config=hyperparameters, code=0)
     expected, adapters = train_with_peft(read_with_model_defaults(hyperparameters), bases["llama"])
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
@@ -177,15 +176,15 @@ def test_lora_trains_as_peft(
 
 
 OPTIONS = (
-    *(name for name in STRATEGIES if not name.startswith("hybrid")),
-    "1x4",
+    "full-shard",
+    "grad-shard",
     "1x4-no-shard-each",
     "one-unit",
     "recompute",
     "recompute-some",
     "offload",
 )
-"""of runs on two ranks, which hybrid strategies would train as the others"""
+"""of runs on two ranks"""
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.2},
     "dropout-recompute": {"lora_dropout": 0.2, "activation_checkpointing": "full"},
@@ -605,19 +604,14 @@ def test_lora_refuses_another_shape_than_its_bases(on_a_checkpoint: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("targets", "rslora"), [(None, True), (["q_proj", "v_proj", "down_proj"], False)]
-)
-def test_lora_export_loads_in_transformers_and_peft(
-    targets: list[str] | None, rslora: bool, bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lora_export_loads_in_transformers_and_peft(bases: dict[str, Path], tmp_path: Path) -> None:
     import peft
 
     hyperparameters = settings(
         bases["llama"],
-        lora_targets=targets,
+        lora_targets=["q_proj", "v_proj", "down_proj"],
         lora_alpha=5.0,
-        use_rslora=rslora,
+        use_rslora=True,
         max_steps=3,
         max_seq_len=64,
     )
