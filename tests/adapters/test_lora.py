@@ -712,9 +712,8 @@ def test_lora_values_that_are_wrong_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_5_moe_text"])
-def test_what_adapters_leave_out_is_said(kind: str, tmp_path: Path) -> None:
-    save_model(kind, tmp_path)
+def test_what_adapters_leave_out_is_said(tmp_path: Path) -> None:
+    save_model("qwen2_moe", tmp_path)
     source = {"init_from": str(tmp_path), "dataset": "synthetic"}
     hp = read_with_model_defaults(source | {"lora_rank": 4})
     with torch.device("meta"):

@@ -346,14 +346,17 @@ def open_documents(directory: Path, dataset: str, tokenizer: str, documents: lis
     return open_data(config(**settings), 600, seq_len, 1, 0)
 
 
-every_dataset = pytest.mark.parametrize(
-    "dataset",
-    ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "hf", "tokens"))],
+@pytest.mark.parametrize(
+    ("kind", "dataset"),
+    [
+        *((kind, "jsonl") for kind in KINDS),
+        *(
+            pytest.param(kind, dataset, marks=pytest.mark.slow)
+            for kind in ("byte-level", "llama", "word piece")
+            for dataset in ("text", "hf", "tokens")
+        ),
+    ],
 )
-
-
-@every_dataset
-@pytest.mark.parametrize("kind", KINDS)
 def test_validation_bytes_are_those_of_the_documents(
     kind: str, dataset: str, tmp_path: Path
 ) -> None:
@@ -376,7 +379,10 @@ def test_validation_bytes_are_those_of_the_documents(
     assert ("bits_per_byte" in validation_metric_names(data.validation, True)) == is_exact
 
 
-@every_dataset
+@pytest.mark.parametrize(
+    "dataset",
+    ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "hf", "tokens"))],
+)
 @pytest.mark.parametrize(
     ("kind", "text"),
     [("normal form", "Gro\u0308\u00dfe und Ma\u00df"), ("llama", " to be")],

@@ -188,6 +188,7 @@ def test_dropout_is_that_of_masks_of_all_pairs() -> None:
     assert not torch.allclose(outputs[0], attend(query, key, value, mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grouped", "sinks and a window"])
 def test_the_compiler_traces_documents_in_one_graph(name: str) -> None:
     case = CASES[name]

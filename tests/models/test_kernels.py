@@ -232,14 +232,12 @@ IN_BFLOAT16 = Computation(dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     "kind",
     [
-        "bloom",
         "deepseek_v3",
         "gemma2",
         "gpt_oss",
         "lfm2",
         "llama",
         "minimax",
-        "olmo_hybrid",
         "opt",
         "qwen3_next",
     ],
