@@ -496,8 +496,8 @@ def test_yaml_aliases_of_aliases_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_sweep_of_resume_export_and_cache() -> None:
-    command = [sys.executable, "-m", "tests.sweep", "resume", "export", "tokenize", "--count", "1"]
+def test_sweep_of_resume_and_export() -> None:
+    command = [sys.executable, "-m", "tests.sweep", "resume", "export", "--count", "1"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
     )
