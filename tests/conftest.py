@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -75,13 +74,9 @@ def shared_cache(
 def s3_server() -> Iterator[str]:
     """Address of a server that imitates S3."""
     pytest.importorskip("moto.server", reason="needs moto[s3]")
-    from lm.launch.spawn import reserve_port
-    from tests.support.servers import serving
+    from tests.support.servers import serving_s3
 
-    port = reserve_port()
-    with serving(
-        sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port
-    ) as address:
+    with serving_s3() as address:
         yield address
 
 

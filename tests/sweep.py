@@ -1,12 +1,13 @@
 """Fail the n-th file operation of a run, of `lm.prepare` and of an export, then rerun each.
 
-    python -m tests.sweep [run|resume|tokenize|prepare|replace|export ...] [--count N] [--seed S]
-    [--fault kill|ENOSPC|...]
+    python -m tests.sweep [run|resume|run-in-bucket|resume-in-bucket|tokenize|prepare|replace|export
+    ...] [--count N] [--seed S] [--fault kill|ENOSPC|...]
 
-N operations of each are chosen at random (default: all), and a fault for each. A killed process
-leaves every complete checkpoint or dataset intact. An error ends the command with at most three
-lines on stderr and exit code 1 or 2, or does not matter: then the result is complete. The same
-command again ends with the files of one that nothing disturbed.
+Runs have their checkpoints on a disk, or in a bucket of a local server, with a working copy on a
+disk. N operations of each are chosen at random (default: all), and a fault for each. A killed
+process leaves every complete checkpoint or dataset intact. An error ends the command with at most
+three lines on stderr and exit code 1 or 2, or does not matter: then the result is complete. The
+same command again ends with the files of one that nothing disturbed.
 
 Exit code 1 after anything else, or more than 30 s.
 """
@@ -28,14 +29,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from matplotlib.figure import Figure
 
 from lm.errors import command
 from tests.support.forked import PRELOADED
+from tests.support.servers import serving_s3, use_s3
 
 FAULTS = {"kill": "kill"} | {
     name: str(getattr(errno, name)) for name in ("ENOSPC", "EIO", "EROFS", "EMFILE")
@@ -76,6 +79,8 @@ class Scenario(NamedTuple):
     result: Callable[[Path], Any]
     intact: Callable[[Path], bool]
     """whether what was complete before is still complete"""
+    in_bucket: bool = False
+    """whether what is in the bucket below the folder's name belongs to it, too"""
 
 
 def train(*overrides: str) -> int:
@@ -121,6 +126,39 @@ def verified(folder: Path) -> bool:
             verify(path, read_manifest(path))
             return True
     return False
+
+
+def train_in_bucket(*overrides: str) -> int:
+    from lm.storage import lease
+
+    lease.LEASE_SECONDS = 2.0  # for which the run after a killed one waits
+    return train(f"checkpoint_storage=s3://bucket/{Path.cwd().name}", *overrides)
+
+
+def bucket() -> Any:
+    import boto3
+
+    return boto3.resource("s3").Bucket("bucket")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def copy_in_bucket(source: str, target: str) -> None:
+    """Replace all below `target` by what is below `source`."""
+    objects = bucket().objects
+    objects.filter(Prefix=f"{target}/").delete()
+    for entry in objects.filter(Prefix=f"{source}/"):
+        key = target + entry.key.removeprefix(source)
+        bucket().Object(key).copy_from(CopySource={"Bucket": "bucket", "Key": entry.key})
+
+
+def downloaded(folder: Path) -> Path:
+    """Return a copy of what the run of `folder` has in the bucket, as on a disk."""
+    copy = folder.with_suffix(".bucket")
+    shutil.rmtree(copy, ignore_errors=True)
+    for entry in bucket().objects.filter(Prefix=f"{folder.name}/"):
+        path = copy / "runs" / entry.key.removeprefix(f"{folder.name}/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(entry.get()["Body"].read())
+    return copy
 
 
 def write_records() -> int:
@@ -220,6 +258,20 @@ SCENARIOS = {
         lambda: train("max_steps=3"),
         trained,
         verified,
+    ),
+    "run-in-bucket": Scenario(
+        write_config,
+        lambda: train_in_bucket("max_steps=3", "async_checkpoint=false"),
+        lambda folder: trained(downloaded(folder)),
+        lambda _: True,
+        in_bucket=True,
+    ),
+    "resume-in-bucket": Scenario(
+        lambda: write_config() or train_in_bucket("max_steps=1"),
+        lambda: train_in_bucket("max_steps=3"),
+        lambda folder: trained(downloaded(folder)),
+        lambda folder: verified(downloaded(folder)),
+        in_bucket=True,
     ),
     "tokenize": Scenario(
         lambda: write_records() or tokenize("old.jsonl"),
@@ -321,6 +373,8 @@ def sweep(
     def disturb(at: str, fault: str) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base, folder)
+        if scenario.in_bucket:
+            copy_in_bucket(base.name, folder.name)
         counter.write_bytes(bytes(8192))
         return call(folder, scenario.command, FAULT_AT=at, FAULT_WITH=FAULTS[fault], **variables)
 
@@ -372,11 +426,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = Path(os.environ["FAULT_COUNTER"]).parent
     draw = random.Random(args.seed)
     failed = False
-    for name in args.scenarios or SCENARIOS:
-        outcomes = sweep(name, root, args.fault or list(FAULTS), args.count, draw)
-        failed |= any("failed" in what for what in outcomes)
-        counts = [f"{number} {what}" for what, number in sorted(outcomes.items())]
-        print(f"{name}: {', '.join(counts)}", flush=True)
+    names = args.scenarios or list(SCENARIOS)
+    with ExitStack() as stack:
+        if any(SCENARIOS[name].in_bucket for name in names):
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            use_s3(patch, stack.enter_context(serving_s3()), "")
+        for name in names:
+            outcomes = sweep(name, root, args.fault or list(FAULTS), args.count, draw)
+            failed |= any("failed" in what for what in outcomes)
+            counts = [f"{number} {what}" for what, number in sorted(outcomes.items())]
+            print(f"{name}: {', '.join(counts)}", flush=True)
     return int(failed)
 
 

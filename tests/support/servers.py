@@ -5,11 +5,14 @@ from __future__ import annotations
 import http.client
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
+
+from lm.launch.spawn import reserve_port
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "key",
@@ -43,6 +46,15 @@ def serving(*command: str, port: int, **env: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def serving_s3() -> Iterator[str]:
+    """The address of a server that imitates S3."""
+    port = reserve_port()
+    moto = (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
+    with serving(*moto, port=port) as address:
+        yield address
 
 
 def use_s3(patch: pytest.MonkeyPatch, server: str, name: str) -> str:
