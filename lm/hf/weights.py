@@ -219,7 +219,7 @@ def model_defaults(
     """
     config: AnyModelConfig
     if is_model(source):
-        directory = find_source(source, _STRUCTURE_FILES if needs_weights else (MODEL_CONFIG,))
+        directory = find_source(source, _STRUCTURE_FILES)
         has_weights = needs_weights and Path(source).is_dir()
         if has_weights:
             check_layers(directory)

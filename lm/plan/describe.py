@@ -20,6 +20,7 @@ from lm.config.combinations import check_combinations
 from lm.config.draft import Draft
 from lm.config.hyperparameters import Hyperparameters
 from lm.data.config import derive_global_batch_size
+from lm.data.tokenizer.files import MODEL_CONFIG
 from lm.errors import ConfigError
 from lm.fileio import describe_invalid
 from lm.flops import count_flops_per_token
@@ -68,7 +69,8 @@ def _read_start(init_from: str, _kernels: Kernels | None) -> Mapping[str, Any]:
         return its_keys
     try:
         if weights.is_model(init_from):  # perhaps in the Hub's cache
-            return weights.model_defaults(init_from, needs_weights=False)
+            directory = weights.find_source(init_from, [MODEL_CONFIG])
+            return weights.model_defaults(str(directory), needs_weights=False)
         problems: Sequence[str] = [f"init_from: {init_from} does not exist"]
     except ConfigError as error:
         problems = error.problems

@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from lm import prepare
 from lm.errors import ConfigError
 from lm.hf.base import find_base
 from lm.hf.weights import (
@@ -33,6 +34,7 @@ from tests.support.hf import LLAMA, make_reference, read_with_model_defaults
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
 from tests.support.runs import run_fsdp
+from tests.support.tokenizer_files import byte_level_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
 
@@ -255,14 +257,37 @@ def test_find_source_error_has_a_remedy(source: str, part: str) -> None:
 
 
 def test_plan_without_a_network_needs_nothing_but_a_cached_config_json(
-    cache: pytest.MonkeyPatch,
+    cache: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     find_source("someone/llama", ["config.json"])
     cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    values = model_defaults("someone/llama", needs_weights=False)
-    assert values["transformers_config"]["model_type"] == "llama"
+    experiment = tmp_path / "a.yaml"
+    experiment.write_text("hyperparameters: {init_from: someone/llama, batch_size: 1}")
+    assert plan.main(["--config", str(experiment)]) == 0
     with pytest.raises(ConfigError, match="is incomplete"):
         model_defaults("someone/llama")
+
+
+def test_records_are_prepared_with_the_tokenizer_of_a_model_on_the_hub(
+    cache: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 300}))
+    (model / "tokenizer.json").write_bytes(byte_level_tokenizer())
+    cache.setattr(Hub, "files", model)
+    (tmp_path / "a.jsonl").write_text('{"text": "Hello"}\n' * 100)
+    keys = {
+        "init_from": "someone/llama",
+        "dataset": "jsonl",
+        "train_data": str(tmp_path / "a.jsonl"),
+        "max_seq_len": 32,
+    }
+    experiment = tmp_path / "a.yaml"
+    experiment.write_text(json.dumps({"hyperparameters": keys}))
+    out = tmp_path / "out"
+    assert prepare.main(["--config", str(experiment), "--out", str(out)]) == 0
+    assert (out / "tokenizer.json").read_bytes() == byte_level_tokenizer()
 
 
 def test_find_source_without_a_network(cache: pytest.MonkeyPatch) -> None:
