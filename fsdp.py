@@ -229,12 +229,12 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
         "reshard_after_forward": hp.parallel.reshard_after_forward,
         "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
     }
-    # Every parameter is in one unit, whose parameters are gathered together. In this order:
+    # Every parameter is in one unit, whose parameters are gathered together. They are made from the
+    # outside in, as FSDP does not look for parameters in modules that are units already:
     #   1. the whole model, for the parameters that are in no other unit
-    #   2. what a class of transformers keeps in float32 in forward: parameters of many modules
+    #   2. the module around all blocks, for those that a class of transformers keeps in float32
     #   3. the embedding, each block, and the head
-    # 2 comes before 3, as FSDP does not look for parameters in modules that are units already. Each
-    # ignores what is in the others.
+    # Each ignores the parameters of the later ones.
     units = model.fsdp_units() if hp.parallel.layer_wrap else []
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     in_float32 = model.kept_in_float32(amp_dtype)
@@ -416,12 +416,12 @@ class Trainer:
                     self.save_prepared()
             if self.stopping and n_batches % batches_per_save > 0:  # else it has just been saved
                 self.save_prepared()
-        self.accumulator.reset()  # the preparation is no time of steps
+        self.accumulator.reset()  # its time is not that of a step
 
     def save_prepared(self) -> None:
         """Save what the objective has prepared so far, with the initial weights."""
         self.objective.exchange(self.world)
-        self.accumulator.reset()  # the preparation is no time of steps
+        self.accumulator.reset()  # its time is not that of a step
         self.save(wait=True)
 
     def train(self) -> None:
@@ -505,7 +505,7 @@ class Trainer:
             # FSDP reduces gradients after the last one, or after each with sync_each_micro_step.
             parallelize.start_micro_step(self.model, self.hp.parallel, is_last)
             losses = self.objective.losses(self.model, micro_batch)
-            # The loss, and that of a mixture's balance, which is not reported as loss.
+            # With the balance loss of a mixture of experts, which the reported loss is without.
             (losses.minimized_sum * (self.scaler.scale * sums_to_mean)).backward()
             loss_sum += losses.loss_sum.detach()
             statistics += losses.statistics
@@ -587,8 +587,8 @@ class Trainer:
         """Evaluate, before the first step of the session, what is due and was not done before.
 
         That is the case after a stop in an evaluation, with rates that have changed, and in a run
-        that only evaluates (`max_steps: 0`). If a checkpoint is due, too, the step is saved again
-        with the results, or else every later start from it would evaluate once more.
+        that only evaluates (`max_steps: 0`). If a checkpoint of this step is due, too, or the run
+        is stopping, it is saved again, with the results: later starts do not evaluate again.
         """
         before = self.validation_loss, self.sampled
         self.evaluate()
@@ -744,8 +744,8 @@ class Trainer:
                 reason = self.run.how_to_resume(self.step)
                 if self.run.trial is None:
                     code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
-                # Exit code 0 tells Determined that the trial is complete, as in both cases above;
-                # after this call, that it resumes later. Off the cluster, the call does nothing.
+                # Determined takes exit code 0 for the end of a trial, unless this call came before:
+                # then the trial resumes later. Off the cluster, the call does nothing.
                 if self.world.rank == 0:
                     self.core_context.preempt.acknowledge_preemption_signal()
             self.logger.info(f"stopped after step {self.step}/{self.run.max_steps} {reason}")
