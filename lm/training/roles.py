@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from lm.any_model import AnyModel
 from lm.transformers_config import without_numbers
 from lm.units import format_parameters
 from model import ExpertLinear
-
-if TYPE_CHECKING:
-    pass
 
 _ROUTERS = frozenset({"gate", "router"})
 """modules"""
