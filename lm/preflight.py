@@ -449,6 +449,8 @@ def _open_tasks(hp: Hyperparameters, validation_rate: int, data: Data) -> list[T
     if data.tokenizer is None:
         problem = "the data have no tokenizer, and tasks are text"
         raise ConfigError(f"eval_tasks: {problem}; remove eval_tasks")
+    # What scores, too: a file that is edited before the first validation is not to be imported.
+    from lm.tasks import scoring  # noqa: F401
     from lm.tasks.packing import tokenize
     from lm.tasks.questions import read_tasks
 

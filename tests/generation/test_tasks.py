@@ -620,12 +620,32 @@ def test_run_refuses_tasks_before_its_first_step(
     assert not (tmp_path / "runs").exists()
 
 
+NAME_LATE_IMPORTS = """
+from lm.launch.process import at_exit
+from lm.runtime.watchdog import Watchdog
+
+before = []
+
+def on_step_start(self, step):
+    before[:] = before or sys.modules
+
+def name_late():
+    print("imported late:", [n for n in sys.modules if n.startswith("lm.") and n not in before])
+
+Watchdog.on_step_start = on_step_start
+at_exit(name_late)
+"""
+
+
 @pytest.mark.slow
 def test_run_says_that_its_questions_have_changed(tmp_path: Path) -> None:
     path = write_questions(tmp_path / "own.jsonl")
     config = TINY | {"dataset": "text", "vocab_size": 264, "eval_tasks": str(path)}
     config |= {"num_tokens": 0, "validation_batches": 1}
-    run_fsdp(tmp_path, "max_steps=1", config=config, code=0)
+    first = run_fsdp(
+        tmp_path, "max_steps=1", config=config, script=NAME_LATE_IMPORTS, fork=False, code=0
+    )
+    assert "imported late: []" in first.stdout, "files can be edited after the start"
     same = run_fsdp(tmp_path, "max_steps=2", config=config, code=0)
     assert "changed:" not in same.stdout
     write_questions(path, QUESTIONS[2:])
