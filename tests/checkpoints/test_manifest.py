@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lm.checkpoint.contents import load_weights, verify
 from lm.checkpoint.locate import find_checkpoint
@@ -181,6 +183,31 @@ def test_resume_compares_tokenizers_by_content(victim: Path) -> None:
     assert complete.step == 10
     with pytest.raises(ConfigError, match=r"tokenizer.*sha256 1"):
         find_complete(plan, store, other_content, 10, samples=False)
+
+
+class Payload:
+    """Makes the directory `path` when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_load_runs_no_payload(victim: Path, tmp_path: Path) -> None:
+    """Next to the files of the manifest, or in place of one."""
+    torch.save(Payload(tmp_path / "ran"), victim / "model.pt")
+    shutil.copy(victim / "model.pt", victim / ".metadata")  # the name of PyTorch's pickled index
+    load(victim, toy_model(-1))
+    payload = (victim / "model.pt").read_bytes()
+    size = (victim / SHARDS[0]).stat().st_size
+    (victim / SHARDS[0]).write_bytes(payload.ljust(size, b"\0"))
+    forge_manifest(victim)
+    assert refusal(victim).startswith(f"{victim / SHARDS[0]}: damaged header")
+    assert not (tmp_path / "ran").exists()
+    torch.load(victim / "model.pt", weights_only=False)
+    assert (tmp_path / "ran").exists()
 
 
 def test_no_product_code_unpickles() -> None:
