@@ -417,6 +417,34 @@ def gather_dtypes(world: World, folder: str, changes: dict[str, Any]) -> dict[st
     return seen
 
 
+@pytest.mark.slow
+def test_adapters_of_a_wrapper_on_nf4_resume_exactly_and_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_wrapper("mistral3", "ministral3", tmp_path / "base")
+    run = settings(tmp_path / "base", lora_rank=2, base_dtype="nf4", lr=1e-2, max_steps=3)
+
+    def train(world: World) -> dict[str, list[float]]:
+        runs: dict[str, dict[str, Any]] = {"at-once": {}, "stopped": {"stop_at_step": 1}}
+        losses = train_each(world, str(tmp_path), runs, run)
+        stopped = checkpoints_by_step(tmp_path, "stopped")[1]
+        resumed = {"resumed": {"resume": str(stopped)}}
+        return losses | train_each(world, str(tmp_path), resumed, run)
+
+    losses = in_world(train)
+    assert losses["stopped"] + losses["resumed"] == losses["at-once"]
+    checkpoint = checkpoints_by_step(tmp_path, "resumed")[3]
+    quantized = load_trained_model(checkpoint, torch.device("cpu"))
+    export.export_model(checkpoint, tmp_path / "out", "float32")
+    auto = transformers.AutoModelForImageTextToText
+    exported = auto.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        expected = quantized(tokens)
+        torch.testing.assert_close(exported(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 class Together:
     """Optimizers that step together."""
 
@@ -452,8 +480,10 @@ OF_PEFT = [
     OfPeft("granitemoe"),
     OfPeft("qwen2_moe", targets=[*ATTENTION, "gate_proj", "up_proj", "down_proj"]),
     OfPeft("deepseek_v3", targets=["q_a_proj", "kv_b_proj", "o_proj"]),
+    OfPeft(LEAKY, targets=["in_proj"]),
 ]
-"""wrappers whose vision has layers of the same names, and others; text models; mixtures"""
+"""wrappers whose vision has layers of the same names, and others; text models; mixtures; one whose
+kernels read the weight of another layer"""
 
 
 @pytest.mark.slow
