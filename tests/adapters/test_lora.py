@@ -355,7 +355,7 @@ def test_lora_step_collectives(bases: dict[str, Path], tmp_path: Path) -> None:
 def test_lora_compile_makes_two_graphs_of_blocks_and_trains_the_same(
     bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Traced, without the code of PyTorch's compiler, which test_nf4.py runs."""
+    """Traced, without the code of PyTorch's compiler, which test_parity.py runs."""
     run = settings(bases["llama"], lora_dropout=0.1, activation_checkpointing="full")
     read_with_model_defaults(run)  # examines the class, which compiles some layers
     runs = {"eager": run, "compiled": run | {"compile": True}}

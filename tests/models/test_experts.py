@@ -1,4 +1,4 @@
-"""Mixtures of experts train as a loop over tokens does, and as transformers, on any ranks."""
+"""Mixtures of experts train as a loop over tokens does, on any ranks, and are exported exactly."""
 
 from __future__ import annotations
 
