@@ -116,9 +116,14 @@ def adapters_of(checkpoint: Path) -> lora.Adapters:
     return hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
 
 
-def require_adapters_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The run in `folder` has adapters close to `expected` after eight steps."""
-    ours = adapters_of(checkpoints_by_step(folder)[8])
+def require_adapters_close(folder: Path, base: Path, expected: dict[str, torch.Tensor]) -> None:
+    """PEFT reads adapters close to `expected` of what the run in `folder` has after eight steps."""
+    import peft
+
+    exported = folder / "adapter"
+    export.export_model(checkpoints_by_step(folder)[8], exported, adapters_only=True)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    ours = adapters_in_peft(peft.PeftModel.from_pretrained(model, str(exported)))
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
@@ -172,7 +177,7 @@ def test_lora_trains_as_peft(
     expected, adapters = train_with_peft(read_with_model_defaults(hyperparameters), bases["llama"])
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
     assert losses == pytest.approx(expected, abs=1e-5)
-    require_adapters_close(tmp_path, adapters)
+    require_adapters_close(tmp_path, bases["llama"], adapters)
 
 
 OPTIONS = (
