@@ -254,6 +254,7 @@ def _flush(folder: Path) -> None:
 
 def write_manifest(folder: Path, made_from: Mapping[str, Any]) -> None:
     """Write the manifest of the files that are in `folder`."""
+    (folder / MANIFEST).unlink(missing_ok=True)  # of a killed process, whose draft is continued
     files: dict[str, FileRecord] = {}
     for path in sorted(folder.glob("[!.]*")):
         files[path.name] = record(path)

@@ -19,7 +19,7 @@ from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.windows import WindowDataset, cut_file
 from lm.errors import ConfigError
 from lm.fileio import crc32c
-from lm.storage.folder import MANIFEST, write_manifest
+from lm.storage.folder import write_manifest
 from tests.support.hyperparameters import TINY
 from tests.support.runs import run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -43,7 +43,6 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
     (folder / f"{name}.ends").write_bytes(ends.tobytes())
     path = folder / f"{name}.json"
     path.write_text(TokenIndex.model_validate(fields | changes).model_dump_json())
-    (folder / MANIFEST).unlink(missing_ok=True)
     write_manifest(folder, {})
     return path
 
@@ -96,7 +95,6 @@ def test_token_file_that_is_damaged_is_refused(
     path.with_suffix(f".{name}").write_text(content)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/train.{name}: damaged: "):
         open_train(tmp_path)
-    (tmp_path / MANIFEST).unlink()
     write_manifest(tmp_path, {})
     with pytest.raises(ConfigError, match=f"^{tmp_path}/train.{name}: {part}"):
         open_train(tmp_path)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,16 @@ from typing import Any
 import pytest
 
 from lm.errors import ConfigError, RunError
-from lm.storage.folder import IDLE_SECONDS, drafted, recover, settle, writing
+from lm.storage.folder import (
+    IDLE_SECONDS,
+    drafted,
+    read_manifest,
+    recover,
+    settle,
+    write_manifest,
+    writing,
+)
+from tests.support import REPOSITORY
 
 
 def write(path: Path, content: str, **options: Any) -> None:
@@ -108,6 +120,30 @@ def test_kill_while_a_folder_is_replaced_loses_nothing(
         assert read(path) == ["new", "new"]
         assert list(path.parent.iterdir()) == [path]
     assert kills >= 5
+
+
+WRITE = """
+import os, signal, sys
+from pathlib import Path
+from lm.storage.folder import drafted, write_manifest, writing
+
+path = Path(sys.argv[1])
+with writing(path), drafted(path, made_from={}) as draft:
+    (draft / "a").write_text("old")
+    write_manifest(draft, {})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_kill_after_the_manifest_leaves_a_draft_that_can_be_continued(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    killed = subprocess.run([sys.executable, "-c", WRITE, path], cwd=REPOSITORY, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    with writing(path), drafted(path, made_from={}) as draft:
+        assert (draft / "a").read_text() == "old"
+        (draft / "a").write_text("new")
+        write_manifest(draft, {})
+    assert list(read_manifest(path).files) == ["a"]
 
 
 def test_draft_of_another_machine_is_deleted_when_nothing_writes_it(tmp_path: Path) -> None:
