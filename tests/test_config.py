@@ -25,6 +25,7 @@ from lm.errors import ConfigError
 from lm.fields import CHANGES, aliases_of, need_of
 from lm.presets import PRESETS
 from lm.search.experiment import Searcher
+from lm.storage.folder import MANIFEST
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -895,6 +896,7 @@ def test_vocab_size_of_token_files(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "train.bin").write_bytes(bytes(2))
         (folder / "train.json").write_text(json.dumps(index | {"vocab_size": n_ids}))
+        (folder / MANIFEST).touch()
     assert vocab_size(dataset="tokens", train_data=str(a)) == 960
     assert vocab_size(dataset="tokens", train_data={str(a): 1, str(b): 1}) == 1088
     with pytest.raises(ConfigError) as refused:

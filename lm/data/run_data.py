@@ -25,7 +25,7 @@ from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fileio import home_path
 from lm.model_config import IGNORE_INDEX
-from lm.storage.folder import recover
+from lm.storage.folder import MANIFEST, recover
 from lm.units import format_count
 
 if TYPE_CHECKING:
@@ -259,13 +259,24 @@ def _train_directories(config: DataConfig) -> list[str]:
     return list(config.train_data)
 
 
-def _open_part(where: str, key: str, splits: Sequence[str], vocab_size: int) -> TokenFile:
-    """Open the first of the parts `splits` that a directory of token files has."""
+def _find_directory(where: str, key: str) -> Path:
+    """Return the directory of token files that `where`, the value of `key`, names."""
     directory = home_path(where)
     with error_prefix(key):
         recover(directory)
-        found = [split for split in splits if (directory / f"{split}.json").exists()]
-        split = found[0] if found else splits[0]
+    if not (directory / MANIFEST).exists():
+        problem = f"{key}: {where} is not a directory of token files, as it has no {MANIFEST}"
+        remedy = "name one of python -m lm.prepare, which replaces older ones with --overwrite"
+        raise ConfigError(f"{problem}; {remedy}")
+    return directory
+
+
+def _open_part(where: str, key: str, splits: Sequence[str], vocab_size: int) -> TokenFile:
+    """Open the first of the parts `splits` that a directory of token files has."""
+    directory = _find_directory(where, key)
+    found = [split for split in splits if (directory / f"{split}.json").exists()]
+    split = found[0] if found else splits[0]
+    with error_prefix(key):
         (file,) = open_token_files(directory, [split], vocab_size)
     return file
 
@@ -275,9 +286,9 @@ def default_vocab_size(config: DataConfig) -> int:
     """Return the number of ids of the tokenizer, or of the token files, as a multiple of 64."""
     if config.dataset == "tokens":
         n_ids = 0
-        for directory in map(home_path, _train_directories(config)):
+        for where in _train_directories(config):
+            directory = _find_directory(where, "train_data")
             with error_prefix("train_data"):
-                recover(directory)
                 n_ids = max(n_ids, read_index(directory / f"{TRAIN}.json").vocab_size)
     else:
         n_ids = load_tokenizer(config.tokenizer or "bytes").vocab_size

@@ -154,13 +154,19 @@ def open_token_files(
         vocab_size: exclusive upper bound of the ids that may be read; None = all may.
 
     Raises:
-        ConfigError: a file is damaged or cannot be read, or has an id that may not be read.
+        ConfigError: a file is damaged, missing or cannot be read, or has an id that may not be
+            read.
     """
     try:
         manifest = read_manifest(directory, checksum)
     except ConfigError as error:
         raise ConfigError(f"{error}; {_REMEDY}") from None
-    opened = [TokenFile(directory / f"{split}.json", manifest) for split in splits]
+    opened: list[TokenFile] = []
+    for split in splits:
+        if f"{split}.bin" not in manifest.files:
+            remedy = "set val_data, or write the dataset again, python -m lm.prepare --overwrite"
+            raise ConfigError(f"{directory}: {MANIFEST} has no {split}.bin; {remedy}")
+        opened.append(TokenFile(directory / f"{split}.json", manifest))
     for file in opened:
         max_id = file.index.max_id
         if vocab_size is not None and max_id >= vocab_size:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.data.run_data import Data, DataConfig, open_data
+from lm.data.run_data import Data, DataConfig, default_vocab_size, open_data
 from lm.data.token_file import TokenFile, TokenIndex, open_token_files
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
@@ -210,10 +212,31 @@ def test_val_data_names_several_token_files(tmp_path: Path) -> None:
         opened(train, val_data=sets | {"none": str(tmp_path / "none")})
 
 
-def test_bin_files_without_a_manifest_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.bin").write_bytes(bytes(8))  # as nanoGPT writes them
-    with pytest.raises(ConfigError, match=r"^train_data: .*manifest\.json: No such .*lm\.prepare"):
-        opened(str(tmp_path))
+@pytest.mark.parametrize("name", ["", "nanogpt", "older", "good/train.bin", "good/train.json"])
+def test_what_is_no_directory_of_token_files_is_refused(name: str, tmp_path: Path) -> None:
+    good = both(tmp_path / "good")
+    for each in ("nanogpt", "older"):
+        (tmp_path / each).mkdir()
+        shutil.copy(good / "train.bin", tmp_path / each)
+    (tmp_path / "older/train.json").write_text('{"checksums": {}}')
+    where = str(tmp_path / name)
+    refused = re.escape(f"{where} is not a directory of token files")
+    with pytest.raises(ConfigError, match=rf"^train_data: {refused}.*--overwrite$"):
+        opened(where)
+    with pytest.raises(ConfigError, match=rf"^val_data: {refused}"):
+        opened(str(good), val_data=where)
+    config = DataConfig.model_validate({"dataset": "tokens", "train_data": where})
+    with pytest.raises(ConfigError, match=rf"^train_data: {refused}"):
+        default_vocab_size(config)
+
+
+def test_token_file_of_another_directory_is_refused(tmp_path: Path) -> None:
+    """Nothing says what its checksums are."""
+    write(tmp_path / "a", range(50))
+    for path in both(tmp_path / "b").glob("validation.*"):
+        shutil.copy(path, tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"a: manifest.json has no validation.bin; "):
+        opened(str(tmp_path / "a"))
 
 
 def test_token_folders_are_mixed_by_weight(tmp_path: Path) -> None:
@@ -246,7 +269,7 @@ def test_token_files_refuse_another_tokenizer(tmp_path: Path) -> None:
     ("keys", "part"),
     [
         ({"train_data": None}, "train_data: .*python -m lm.prepare"),
-        ({"train_data": "none"}, "train_data: none/manifest.json: No such file"),
+        ({"train_data": "none"}, "train_data: none is not a directory of token files"),
         ({"total": 13}, "train_data: 12 sequences of max_seq_len 4, .*at least 13;"),
         (
             {"dataset": "text", "train_data": {"a": 1}},
