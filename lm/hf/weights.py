@@ -210,8 +210,7 @@ def model_defaults(
     Args:
         kernels: with which a run computes it; None = those of this project, as on a CPU.
         needs_weights: whether a directory must have weights, which are checked; those on the Hub
-            are downloaded and checked where they are loaded. If not, a tokenizer may be missing,
-            too, and is left out.
+            are downloaded and checked where they are loaded.
 
     Raises:
         ConfigError: it cannot be downloaded, see `read_structure` and `open_weights`, or its
@@ -249,8 +248,7 @@ def model_defaults(
         values.pop("model", None)
     if not is_model(source):
         values.pop("quantized_as", None)  # a checkpoint has dequantized weights
-    if needs_weights or its_tokenizer is not None:
-        values["tokenizer"] = its_tokenizer
+    values["tokenizer"] = its_tokenizer
     return values
 
 

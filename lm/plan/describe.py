@@ -62,7 +62,7 @@ def _read_start(init_from: str, _kernels: Kernels | None) -> Mapping[str, Any]:
     """Return the hyperparameters of the model `init_from`; if it is not here, say what suffices."""
     remedy = "init_from: a plan needs a directory with its config.json"
     if Path(init_from).exists():
-        its_keys = weights.model_defaults(init_from, needs_weights=False)
+        its_keys = _read_keys(init_from)
         if not its_keys:
             problem = "has no config.json, and no checkpoint that can be read"
             raise ConfigError(f"init_from: {init_from}: {problem}", remedy)
@@ -70,11 +70,19 @@ def _read_start(init_from: str, _kernels: Kernels | None) -> Mapping[str, Any]:
     try:
         if weights.is_model(init_from):  # perhaps in the Hub's cache
             directory = weights.find_source(init_from, [MODEL_CONFIG])
-            return weights.model_defaults(str(directory), needs_weights=False)
+            return _read_keys(str(directory))
         problems: Sequence[str] = [f"init_from: {init_from} does not exist"]
     except ConfigError as error:
         problems = error.problems
     raise ConfigError(*problems, remedy)
+
+
+def _read_keys(directory: str) -> Mapping[str, Any]:
+    """Return the hyperparameters of the model in `directory`, which may have no tokenizer."""
+    its_keys = weights.model_defaults(directory, needs_weights=False)
+    if its_keys.get("tokenizer") is None:
+        its_keys.pop("tokenizer", None)
+    return its_keys
 
 
 def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:

@@ -268,8 +268,8 @@ def test_plan_without_a_network_needs_nothing_but_a_cached_config_json(
         model_defaults("someone/llama")
 
 
-def test_records_are_prepared_with_the_tokenizer_of_a_model_on_the_hub(
-    cache: pytest.MonkeyPatch, tmp_path: Path
+def test_records_are_prepared_with_the_tokenizer_of_the_model_or_not_at_all(
+    cache: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -288,6 +288,11 @@ def test_records_are_prepared_with_the_tokenizer_of_a_model_on_the_hub(
     out = tmp_path / "out"
     assert prepare.main(["--config", str(experiment), "--out", str(out)]) == 0
     assert (out / "tokenizer.json").read_bytes() == byte_level_tokenizer()
+
+    (model / "tokenizer.json").unlink()
+    experiment.write_text(json.dumps({"hyperparameters": keys | {"init_from": str(model)}}))
+    assert prepare.main(["--config", str(experiment), "--out", str(tmp_path / "new")]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
 
 
 def test_find_source_without_a_network(cache: pytest.MonkeyPatch) -> None:
