@@ -408,15 +408,17 @@ def test_search_is_extended_but_not_changed() -> None:
 
 
 def test_search_with_a_larger_metric_prefers_it() -> None:
-    Path("own.jsonl").write_text(json.dumps({"context": "a", "choices": ["b", "c"], "gold": 0}))
+    """One trial learns the words of its text, the other one nothing."""
     write_data()
-    searcher = RANDOM | {"metric": "eval_own_acc", "smaller_is_better": False}
-    tasks = {"lr": 0.01, "eval_tasks": ["own.jsonl"], "max_steps": 2}
-    write_experiment(searcher, SMALL | TEXT | tasks)
+    question = {"context": "0: ", "choices": ["some text", "#$%&?@~^|"], "gold": 0}
+    Path("own.jsonl").write_text(json.dumps(question))
+    searcher = {"name": "grid", "metric": "eval_own_acc", "smaller_is_better": False}
+    rates = {"lr": {"type": "categorical", "vals": [1e-9, 0.01]}}
+    write_experiment(searcher, SMALL | TEXT | rates | {"eval_tasks": ["own.jsonl"]})
     output, _ = finish(start(Path.cwd()))
-    trials = read_trials()
-    best = max(trials, key=lambda trial: (trial.value or 0, -trial.number))
-    assert f"best: trial-{best.number}, eval_own_acc" in output
+    trials = {trial.params["lr"]: trial for trial in read_trials()}
+    assert [trials[lr].value for lr in ("0.01", "1e-09")] == [1, 0]
+    assert f"best: trial-{trials['0.01'].number}, eval_own_acc" in output
 
 
 @pytest.mark.slow
