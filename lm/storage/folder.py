@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -72,10 +72,10 @@ def record(path: Path) -> FileRecord:
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid"):
-    """What a folder was made from, and its files by their paths in it."""
+    """What a folder was made from, and its files by their names."""
 
     made_from: dict[str, Any]
-    files: dict[str, FileRecord]
+    files: dict[Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")], FileRecord]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 from lm.errors import ConfigError, RunError
 from lm.storage.folder import (
     IDLE_SECONDS,
+    MANIFEST,
     drafted,
     read_manifest,
     recover,
@@ -144,6 +146,15 @@ def test_kill_after_the_manifest_leaves_a_draft_that_can_be_continued(tmp_path: 
         (draft / "a").write_text("new")
         write_manifest(draft, {})
     assert list(read_manifest(path).files) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "b/a", ".a", "a\0"])
+def test_manifest_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
+    """Its folder may be of others."""
+    files = {name: {"bytes": 0, "crc32c": 0}}
+    (tmp_path / MANIFEST).write_text(json.dumps({"made_from": {}, "files": files}))
+    with pytest.raises(ConfigError, match=f"^{tmp_path / MANIFEST}: not a manifest: "):
+        read_manifest(tmp_path)
 
 
 def test_draft_of_another_machine_is_deleted_when_nothing_writes_it(tmp_path: Path) -> None:
