@@ -31,7 +31,7 @@ from lm.data import run_data
 from lm.data.files import FORMATS, find_files, format_of
 from lm.data.stream import open_documents
 from lm.data.text import TextFiles
-from lm.data.token_file import OUTPUT_FILES, open_token_files
+from lm.data.token_file import OUTPUT_FILES, find_token_files, open_token_files
 from lm.data.tokenized import (
     Options,
     TextOptions,
@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse_arguments(arguments)
     if args.verify:
-        n_files = len(read_manifest(args.verify).files)
+        n_files = len(read_manifest(find_token_files(args.verify)).files)
         lines = [f"{args.verify}: {format_count(n_files, 'file')}: verified"]
     elif args.config:
         lines = write_dataset(args, read_records_of_run(args))

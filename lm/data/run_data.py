@@ -17,7 +17,14 @@ from lm.data.dataset import Dataset, ValidationSet, set_key
 from lm.data.files import find_files, format_of
 from lm.data.packing import PackedDataset
 from lm.data.sampler import SampledSource
-from lm.data.token_file import TRAIN, VALIDATION, TokenFile, open_token_files, read_index
+from lm.data.token_file import (
+    TRAIN,
+    VALIDATION,
+    TokenFile,
+    find_token_files,
+    open_token_files,
+    read_index,
+)
 from lm.data.tokenized import HELD_OUT, RecordOptions, TextOptions, describe_tokenizer, tokenize
 from lm.data.tokenizer.byte_tokenizer import ByteTokenizer
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer
@@ -25,7 +32,7 @@ from lm.data.windows import SyntheticDataset, WindowDataset, cut_file
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.fileio import home_path
 from lm.model_config import IGNORE_INDEX
-from lm.storage.folder import MANIFEST, recover
+from lm.storage.folder import recover
 from lm.units import format_count
 
 if TYPE_CHECKING:
@@ -261,14 +268,8 @@ def _train_directories(config: DataConfig) -> list[str]:
 
 def _find_directory(where: str, key: str) -> Path:
     """Return the directory of token files that `where`, the value of `key`, names."""
-    directory = home_path(where)
     with error_prefix(key):
-        recover(directory)
-    if not (directory / MANIFEST).exists():
-        problem = f"{key}: {where} is not a directory of token files, as it has no {MANIFEST}"
-        remedy = "name one of python -m lm.prepare, which replaces older ones with --overwrite"
-        raise ConfigError(f"{problem}; {remedy}")
-    return directory
+        return find_token_files(home_path(where))
 
 
 def _open_part(where: str, key: str, splits: Sequence[str], vocab_size: int) -> TokenFile:

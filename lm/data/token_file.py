@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -29,14 +29,19 @@ from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError
 from lm.fileio import MAX_JSON_BYTES, describe_invalid, open_regular, read_bytes
 from lm.storage.cache import checksum
-from lm.storage.folder import MANIFEST, Manifest, read_manifest
+from lm.storage.folder import MANIFEST, Manifest, read_manifest, recover
 
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 _SUFFIXES = (".bin", ".ends", ".mask", ".json")
-_SPLIT_FILES = {f"{split}{suffix}" for split in SPLITS for suffix in _SUFFIXES}
-OUTPUT_FILES = {*TOKENIZER_FILES, *_SPLIT_FILES, MANIFEST}
+
+
+def _files_of(splits: Iterable[str]) -> set[str]:
+    return {f"{split}{suffix}" for split in splits for suffix in _SUFFIXES}
+
+
+OUTPUT_FILES = {*TOKENIZER_FILES, *_files_of(SPLITS), MANIFEST}
 _REMEDY = (
     "write the dataset again: python -m lm.prepare --overwrite; or if it is in the cache of runs,"
     " start the run again, which makes it again"
@@ -143,10 +148,20 @@ class TokenFile:
         return fingerprint
 
 
+def find_token_files(directory: Path) -> Path:
+    """Return `directory` if it has token files, after what a kill has left of it is put back."""
+    recover(directory)
+    if not (directory / MANIFEST).exists():
+        problem = f"{directory} is not a directory of token files, as it has no {MANIFEST}"
+        remedy = "name one of python -m lm.prepare, which replaces older ones with --overwrite"
+        raise ConfigError(f"{problem}; {remedy}")
+    return directory
+
+
 def open_token_files(
     directory: Path, splits: Sequence[str], vocab_size: int | None = None
 ) -> list[TokenFile]:
-    """Open token files of a directory, all of whose files are compared with its manifest.
+    """Open token files of a directory, which are compared with its manifest, as is the tokenizer.
 
     What the checksum of a large file was is remembered in the user's cache until it changes.
 
@@ -158,7 +173,7 @@ def open_token_files(
             read.
     """
     try:
-        manifest = read_manifest(directory, checksum)
+        manifest = read_manifest(directory, checksum, _files_of({*SPLITS} - {*splits}))
     except ConfigError as error:
         raise ConfigError(f"{error}; {_REMEDY}") from None
     opened: list[TokenFile] = []

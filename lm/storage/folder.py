@@ -24,7 +24,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -262,11 +262,16 @@ def write_manifest(folder: Path, made_from: Mapping[str, Any]) -> None:
     write_durably(folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
 
 
-def read_manifest(folder: Path, checksum: Callable[[Path], int] = crc32c) -> Manifest:
+def read_manifest(
+    folder: Path,
+    checksum: Callable[[Path], int] = crc32c,
+    unread: Collection[str] = (),
+) -> Manifest:
     """Return the manifest of `folder`, which has the files of it.
 
     Args:
         checksum: CRC-32C of a file.
+        unread: names of files that are not compared with it.
 
     Raises:
         ConfigError: a file differs from the manifest, or cannot be read.
@@ -275,6 +280,8 @@ def read_manifest(folder: Path, checksum: Callable[[Path], int] = crc32c) -> Man
     try:
         manifest = Manifest.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
         for name, record in manifest.files.items():
+            if name in unread:
+                continue
             path = folder / name
             if path.lstat().st_size != record.bytes or checksum(path) != record.crc32c:
                 raise ConfigError(f"{path}: damaged: differs from {MANIFEST}")

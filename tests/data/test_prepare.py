@@ -896,6 +896,9 @@ def test_prepare_verify_finds_every_flipped_bit(
     (out / "train.ends").unlink()
     assert command.main(["--verify", str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"{out}/train.ends: No such file")
+    (out / MANIFEST).unlink()  # as in a directory of an older version
+    assert command.main(["--verify", str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "validation.ends"])

@@ -102,6 +102,14 @@ def test_token_file_that_is_damaged_is_refused(
         open_train(tmp_path)
 
 
+def test_part_that_a_run_does_not_read_is_not_compared(tmp_path: Path) -> None:
+    where = str(both(tmp_path / "a"))
+    (tmp_path / "a" / "validation.bin").write_bytes(b"")
+    opened(where, val_data=str(both(tmp_path / "b")))
+    with pytest.raises(ConfigError, match=r"a/validation\.bin: damaged: "):
+        opened(where)
+
+
 def test_token_file_truncated_during_the_run_is_an_error(tmp_path: Path) -> None:
     source = windows(write(tmp_path, range(100)), 4)
     assert source[20].inputs.tolist() == [80, 81, 82, 83]
@@ -300,7 +308,7 @@ def test_token_files_are_verified(
 ) -> None:
     folder = both(tmp_path / "a")
     damage(folder / name)
-    with pytest.raises(ConfigError, match=f"^train_data: {folder / name}: "):
+    with pytest.raises(ConfigError, match=rf"^(train|val)_data: {folder / name}: "):
         opened(str(folder))
 
 
