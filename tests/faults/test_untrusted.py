@@ -360,6 +360,7 @@ def test_commands_execute_no_compiled_code_of_others(command: list[str], tmp_pat
     assert done.stderr.startswith(f"{cache}: ")
 
 
+@pytest.mark.slow
 def test_leftovers_of_killed_commands_are_removed(
     private: Path,  # noqa: ARG001
     saved: Path,

@@ -465,6 +465,7 @@ def kill(place: BucketCheckpoints) -> None:
     place._lease._released.set()
 
 
+@pytest.mark.slow
 def test_lease_of_a_dead_run_is_replaced(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

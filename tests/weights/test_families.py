@@ -368,10 +368,8 @@ def test_init_from_can_be_in_the_home(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load_tokenizer("~/in").identity == load_tokenizer(str(source)).identity
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "hf", "tokens"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", ["jsonl", "text", "hf", "tokens"])
 def test_tokenizer_may_have_a_token_that_the_model_does_not(dataset: str, tmp_path: Path) -> None:
     source = tmp_path / "in"
     reference = make_reference(LLAMA_CLASS | {"vocab_size": 280})
