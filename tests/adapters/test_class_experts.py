@@ -338,6 +338,7 @@ def test_experts_of_a_checkpoint_are_quantized_as_a_base(
 # ---- what has adapters
 
 
+@pytest.mark.slow
 def test_default_adapts_no_experts_and_says_so(models: dict[str, Path]) -> None:
     hp = read_with_model_defaults(settings("qwen3_moe", models, lora_targets=None))
     model = build_adapted(hp)

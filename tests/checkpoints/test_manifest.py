@@ -112,6 +112,7 @@ def test_load_refuses_a_thousand_corruptions(saved: list[Path], victim: Path) ->
     load_weights(victim, toy_model(-1).state_dict())
 
 
+@pytest.mark.slow
 def test_read_manifest_finds_any_flipped_bit(victim: Path) -> None:
     text = (victim / MANIFEST).read_bytes()
     for position in range(len(text)):

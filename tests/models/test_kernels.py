@@ -147,7 +147,8 @@ def test_kernels_that_ignore_documents_do_not_pack(dtype: str | None, llama: Pat
     assert read_with_model_defaults(settings(llama)).data.packing
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_kernels_that_look_ahead_are_refused_by_name(dtype: str | None) -> None:
     refused = r"^attn_implementation: looks-ahead: LlamaForCausalLM: a later token changes"
     with pytest.raises(ConfigError, match=refused):

@@ -771,6 +771,7 @@ def test_a_refused_whole_model_is_named_with_its_language_model() -> None:
         examined_config(raw)
 
 
+@pytest.mark.slow
 def test_layers_that_are_left_out_at_random_are_refused(tmp_path: Path) -> None:
     save_model("opt", tmp_path, {"layerdrop": 0.5})
     with pytest.raises(ConfigError, match=r"init_from: layerdrop 0\.5 in its config\.json"):
@@ -1131,6 +1132,7 @@ def test_a_class_that_is_coarse_in_bfloat16_is_computed_in_float32(
         read_with_model_defaults(run | {"amp_dtype": "bfloat16"})
 
 
+@pytest.mark.slow
 def test_the_command_prints_an_examination(capsys: pytest.CaptureFixture[str]) -> None:
     assert hf_main.main(["examine", "gpt_oss"]) == 0
     assert "packing                  holds, by attention_mask" in capsys.readouterr().out
@@ -1154,6 +1156,7 @@ def test_a_version_without_what_is_private_in_it_is_named_with_one_that_works(
     assert "pip install -r requirements.txt -c constraints.txt" in line
 
 
+@pytest.mark.slow
 def test_buffers_stay_where_fsdp_has_moved_them(models: dict[str, Path]) -> None:
     """To a GPU, for which the meta device stands, also if parameters are offloaded to the CPU."""
     model, _ = open_model(models["lfm2"])

@@ -320,7 +320,8 @@ def test_copies_of_a_step_depend_on_its_micro_steps(
 ACCUMULATED = TINY | {"max_seq_len": 512, "batch_size": 1, "total_batch_size": 12}
 
 
-@pytest.mark.parametrize("larger", [pytest.param(12, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("larger", [12, 4])
 def test_advice_is_the_largest_batch_size_that_fits(larger: int) -> None:
     hp = Hyperparameters.from_flat(ACCUMULATED)
     peak = fit.measure(hp.replace(batch_size=larger), on_gpus(1)).peak
@@ -433,6 +434,7 @@ def test_settings_are_planned_with_the_batch_of_the_run() -> None:
     assert changed.data.total_batch_size == 8  # 2 on each of 4 groups
 
 
+@pytest.mark.slow
 def test_full_shard_is_proposed_to_groups_of_hybrid_sharding_as_it_is_typed() -> None:
     arguments = [*SMALL, "sharding=hybrid-full-shard", "shard_group_size=2"]
     args = parse_plan_arguments([*arguments, "--gpus", "8", "--memory", "0.1"])

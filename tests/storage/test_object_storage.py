@@ -625,6 +625,7 @@ def test_storage_with_a_private_certificate(
     assert bucket.Bucket(s3).sizes() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "times"), [((503, "SlowDown"), 3), ("stall", 1)], ids=["503", "stall"]
 )
@@ -818,6 +819,7 @@ def test_checkpoint_storage_url_that_is_mistyped(
     assert capsys.readouterr().err.startswith(f"{typo}: neither a checkpoint")
 
 
+@pytest.mark.slow
 def test_init_from_skips_a_checkpoint_deleted_meanwhile(
     s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:

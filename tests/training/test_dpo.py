@@ -498,6 +498,7 @@ def test_other_validation_data_are_another_run(sources: Sources, tmp_path: Path)
     assert "different run" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shift", "changes"),
     [
