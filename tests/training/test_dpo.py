@@ -503,13 +503,8 @@ def test_other_validation_data_are_another_run(sources: Sources, tmp_path: Path)
     ("shift", "changes"),
     [
         ("-0.1", {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("10 * (pairs.replies[0::2] // 2 % 2) - 5", {}),
-                ("-0.1", {"skip_steps": [[1, 2]]}),
-            )
-        ),
+        ("10 * (pairs.replies[0::2] // 2 % 2) - 5", {}),
+        ("-0.1", {"skip_steps": [[1, 2]]}),
     ],
 )
 def test_a_wrong_reference_is_refused(
