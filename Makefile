@@ -14,19 +14,27 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# pip compiles on one core, compileall on all, and it goes on after files of other versions of Python.
+define install
+@$(PIP) --no-compile --requirement $(1)
+@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
+endef
+
 ifeq ($(VENV) $(shell test -L .venv && echo link),.venv )
 RUN := .venv/run
 DEV := .venv/dev
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-cluster check format soak fuzz sweep bench board docs clean
+.PHONY: help install dev train test test-all test-cluster check format soak fuzz sweep bench board docs clean
 
 help: ## List the targets.
 	@echo "usage: make TARGET [VARIABLE=VALUE ...]"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-install: $(RUN) ## Install .venv, which train and test do, too: for a login node.
+install: $(RUN) ## Install .venv, which train does, too: for a login node.
+
+dev: $(DEV) ## Install what check and test need, too, which they do.
 
 # The trap lets the shell wait for the run after Ctrl-C, and make print no error: its exit code is then 130.
 train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
@@ -79,9 +87,9 @@ clean: ## Delete .venv.
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is {v}, but Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	@echo "setting up .venv (once; PyTorch is large)"
 	@$(PYTHON) -m venv .venv
-	@$(PIP) --requirement requirements.txt
+	$(call install,requirements.txt)
 	@touch $@
 
 .venv/dev: .venv/run requirements-dev.txt
-	@$(PIP) --requirement requirements-dev.txt
+	$(call install,requirements-dev.txt)
 	@touch $@
