@@ -11,12 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lm.data.blocks import (
-    check_pointer,
-    decode_utf8,
-    read_line_blocks,
-    read_text_blocks,
-)
+from lm.data.blocks import check_pointer, decode_utf8, read_line_blocks
 from lm.data.files import FORMATS, format_of, is_compressed
 from lm.data.json_lines import Record, read_json_lines
 from lm.data.progress import progress_bar
@@ -27,8 +22,9 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from tqdm import tqdm
 
-STREAMED = {name: suffixes for name, suffixes in FORMATS.items() if name != "hdf5"}
-"""those of records"""
+RECORD_FORMATS = {
+    name: suffixes for name, suffixes in FORMATS.items() if name not in ("text", "hdf5")
+}
 _ROWS_AT_ONCE = 1024
 """that are read from a Parquet file"""
 _DIALECTS: dict[str, dict[str, Any]] = {
@@ -39,17 +35,12 @@ _DIALECTS: dict[str, dict[str, Any]] = {
 
 
 def read_records(path: Path, name: str, field: str | None = None) -> Iterator[Record]:
-    """Yield the records of a file of the format `name`, all but HDF5.
-
-    A text file is one record, with the key "text".
+    """Yield the records of a file of one of `RECORD_FORMATS`.
 
     Args:
         field: the column that is read of Parquet and Arrow files; None, or none of them = all.
     """
     match name:
-        case "text":
-            text = "".join(read_text_blocks(path))
-            yield Record(str(path), {"text": text}, len(text.encode()))
         case "jsonl":
             yield from read_json_lines(path)
         case "csv" | "tsv":

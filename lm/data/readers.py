@@ -21,6 +21,7 @@ from lm.data.json_lines import Record
 from lm.data.record_fields import get_text
 from lm.data.stream import read_once
 from lm.data.token_writer import TokenChunk
+from lm.data.tokenizer.file_tokenizer import END_OF_TEXT
 from lm.errors import ConfigError, error_prefix
 from lm.launch.requirements import requires
 
@@ -58,10 +59,14 @@ def is_held_out_text(text: Text, fraction: float) -> bool:
 
 
 def split_text(text: Text, fraction: float) -> Iterator[Text]:
-    """Yield a text without its last `fraction`, then that."""
+    """Yield a text without its last `fraction`, then that. No `END_OF_TEXT` is cut."""
     document = text.document
     n_characters = sum(map(len, text.blocks()))
     n_kept = n_characters - round(n_characters * fraction)
+    first = max(0, n_kept - len(END_OF_TEXT) + 1)
+    around_cut = "".join(_cut(text, first, n_kept + len(END_OF_TEXT) - 1))
+    if END_OF_TEXT in around_cut:
+        n_kept = first + around_cut.index(END_OF_TEXT) + len(END_OF_TEXT)
     if n_kept > 0:
         yield Text(document, partial(_cut, text, 0, n_kept))
     if n_kept < n_characters:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from lm.data.blocks import check_pointer
 from lm.data.dataset import Sample, SampleBatch, StreamPosition, StreamState
-from lm.data.documents import STREAMED, stream_records
+from lm.data.documents import RECORD_FORMATS, stream_records
 from lm.data.files import find_files, format_of
 from lm.data.record_fields import check_text, fill
 from lm.data.tokenizer.loading import Tokenizer, end_text
@@ -100,11 +100,14 @@ def _open_local_documents(where: str, key: str, field: str | None) -> tuple[Docu
     files = find_files(where, key)
     formats = {format_of(file) for file in files}
     (name, *others) = formats
-    if others or name is None or name not in STREAMED:
-        known = ", ".join(itertools.chain.from_iterable(STREAMED.values()))
+    if others or name is None or name not in RECORD_FORMATS:
+        known = ", ".join(itertools.chain.from_iterable(RECORD_FORMATS.values()))
         found = ", ".join(sorted({file.suffix for file in files}))
         problem = f"{key}: {where}: files must have one format of {known}; found {found}"
-        raise ConfigError(f"{problem}; choose one by a glob")
+        remedy = (
+            "choose one by a glob; text is read by dataset: text, or lm.prepare without --split"
+        )
+        raise ConfigError(f"{problem}; {remedy}")
     for file in files:
         check_pointer(file)
     return stream_records(files, name, field), _files_fingerprint(files)

@@ -55,10 +55,8 @@ def write(folder: Path, files: int = 4, documents: int = 10, suffix: str = ".jso
                 path.write_text("\n".join(lines) + "\n")
             case ".csv" | ".tsv":
                 path.write_text("\n".join(["text", *texts]) + "\n")
-            case ".parquet":
-                pq.write_table(pa.table({"text": texts}), path)
             case _:
-                path.write_text("\n".join(texts))
+                pq.write_table(pa.table({"text": texts}), path)
     return folder
 
 
@@ -128,7 +126,7 @@ def test_stream_shuffles_within_blocks(tmp_path: Path) -> None:
     ("block", "suffix"),
     [
         *((block, ".jsonl") for block in (1, 8)),
-        *((3, suffix) for suffix in (".csv", ".tsv", ".txt", ".parquet")),
+        *((3, suffix) for suffix in (".csv", ".tsv", ".parquet")),
     ],
 )
 def test_stream_resumes_at_the_exact_token(block: int, suffix: str, tmp_path: Path) -> None:
@@ -319,10 +317,7 @@ def test_stream_reads_every_format(tmp_path: Path) -> None:
     ):
         writer.write_table(table)
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
-    for name in ("one", "two"):
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"{name}.txt").write_text(name)
-    for name in ("parquet", "a.arrow", "a.csv", "texts"):
+    for name in ("parquet", "a.arrow", "a.csv"):
         documents, _ = open_documents(str(tmp_path / name), "train_data", "train", None)
         assert (
             BYTES.decode(
@@ -340,10 +335,10 @@ def test_stream_fingerprint(tmp_path: Path) -> None:
         != first
     )
     for content in (b"one " * 50, b"two " * 50):
-        (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content * 999, compresslevel=0, mtime=0))
+        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(content * 999, compresslevel=0, mtime=0))
         last, first = (
             first,
-            open_documents(str(tmp_path / "a.txt.gz"), "train_data", "train", None)[1],
+            open_documents(str(tmp_path / "a.csv.gz"), "train_data", "train", None)[1],
         )
     assert first != last
 
@@ -383,6 +378,7 @@ def test_stream_reads_json_lines_or_one_array(
         ("/none/*.jsonl", "^train_data: .*'/none/\\*.jsonl'"),
         ("mixed", "^train_data: mixed: .*found .csv, .jsonl"),
         ("saved", "^train_data: saved: .*found .arrow, .json; choose"),
+        ("a.txt", "^train_data: a.txt: .*found .txt; .*dataset: text"),
         ("acme/none", "^train_data: acme/none: .*hf download acme/none "),
     ],
 )
@@ -395,6 +391,7 @@ def test_stream_that_cannot_be_opened_is_refused(
     write(tmp_path / "train")
     for name in ("a.csv", "a.jsonl"):
         (tmp_path / "mixed" / name).touch()
+    (tmp_path / "a.txt").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -410,7 +407,7 @@ def test_stream_that_cannot_be_opened_is_refused(
     [
         {"a.jsonl": b'{"text": "a"}\n{\n'},
         {"a.jsonl": b""},
-        {"a.txt": b"\xff\n"},
+        {"a.csv": b"\xff\n"},
         {"a.jsonl.gz": gzip.compress(b'{"text": "a"}\n' * 999)[:-9]},
     ],
     ids=["json", "empty", "utf8", "truncated"],

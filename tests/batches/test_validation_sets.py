@@ -55,7 +55,7 @@ def texts_of(data: Data) -> dict[str | None, str]:
 @pytest.mark.parametrize("dataset", ["text", "jsonl", pytest.param("hf", marks=pytest.mark.slow)])
 def test_val_data_opens_each_set_by_name(dataset: str, tmp_path: Path) -> None:
     paths = write_texts(tmp_path)
-    if dataset == "jsonl":
+    if dataset != "text":
         paths = {name: path.replace(".txt", ".jsonl") for name, path in paths.items()}
     data = open_sets(dataset, train_data=paths["wiki"], val_data=paths)
     assert texts_of(data) == {"wiki": "To b", "code": "def "}
@@ -126,7 +126,7 @@ def test_val_data_names_and_values_are_checked(val_data: dict[str, Any], part: s
 @pytest.mark.parametrize("dataset", ["text", "jsonl", pytest.param("hf", marks=pytest.mark.slow)])
 def test_val_data_errors_name_the_set(dataset: str, tmp_path: Path) -> None:
     paths = write_texts(tmp_path) | {"none": str(tmp_path / "none.txt")}
-    if dataset == "jsonl":
+    if dataset != "text":
         paths = {name: path.replace(".txt", ".jsonl") for name, path in paths.items()}
     with pytest.raises(ConfigError, match=r"^val_data\.none: "):
         open_sets(dataset, train_data=paths["wiki"], val_data=paths)

@@ -487,7 +487,6 @@ TABLES = {
         ['"starts', '"big" deal', '""', 'ends"'],
     ),
     "crlf.tsv.zst": (zstandard.compress(b"\xef\xbb\xbftext\tn\r\nNA\t0012\r\n"), ["NA"]),
-    "a.txt": (b"\xef\xbb\xbfA book.\n\nIts second line.\n", ["A book.\n\nIts second line.\n"]),
     "a.ndjson": (b'{"text": ""}\n{"text": "NA"}\n', ["NA"]),
     "a.parquet": (parquet_file({"text": ["", "NA"]}), ["NA"]),
 }
@@ -691,6 +690,26 @@ def test_end_of_text_in_a_file_ends_a_document(tmp_path: Path) -> None:
             tmp_path / name, "--tokenizer", tokenizer, "--out", out, "--overwrite"
         )
         assert (code, read_index(out / "train.json").documents) == (0, n_documents), errors
+
+
+@pytest.mark.parametrize("n_before", [1, 7, 12])
+def test_end_of_text_is_not_cut_by_what_is_held_out(
+    n_before: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last 5 % of one text start after `n_before` of its characters."""
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    train = "x" * (380 - n_before)
+    validation = "y" * (20 + n_before - len(END_OF_TEXT))
+    (tmp_path / "a.txt").write_text(train + END_OF_TEXT + validation)
+    common = (tmp_path / "a.txt", "--validation-fraction", 0.05, "--out", tmp_path / "out")
+    errors = rejected(capsys, *common, "--tokenizer", "bytes")
+    assert errors.startswith(f"{tmp_path}/a.txt: has {END_OF_TEXT}, ")
+    code, _, errors = run(*common, "--tokenizer", tmp_path / TOKENIZER_JSON)
+    assert code == 0, errors
+    tokenizer = load_tokenizer(str(tmp_path / "out"))
+    for name, text in (("train", train), ("validation", validation)):
+        (document,) = dataset(tmp_path / "out", name)
+        assert document == [*tokenizer.encode(text), tokenizer.eos_id]
 
 
 # ---- completely or not at all

@@ -257,7 +257,7 @@ def test_content_that_is_not_text_is_named_by_each_reader(
     assert str(path) in problem
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 def test_pointer_is_named_whatever_the_suffix(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(POINTER)
