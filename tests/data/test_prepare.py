@@ -32,7 +32,7 @@ from lm import prepare as command
 from lm.data import readers
 from lm.data.blocks import read_blocks
 from lm.data.encoder import CHUNK_SIZE
-from lm.data.readers import read_documents, read_ids
+from lm.data.readers import is_held_out, read_documents, read_ids
 from lm.data.run_data import DataConfig, open_data
 from lm.data.stream import TokenStream, open_documents, open_windows
 from lm.data.token_file import SPLITS, read_index
@@ -284,6 +284,12 @@ def test_prepare_tokens_do_not_depend_on_threads(
         contents.append(content(tmp_path / str(n_threads)))
     assert contents[0] == contents[1]
     assert dataset(tmp_path / "1") == as_bytes(*texts[1:])
+
+
+def test_share_that_is_held_out_by_content_is_the_fraction() -> None:
+    documents = [[f"document {n}".encode()] for n in range(1000)]
+    assert 150 < sum(is_held_out(document, 0.2) for document in documents) < 250
+    assert not any(is_held_out(document, 0) for document in documents)
 
 
 @pytest.mark.slow
