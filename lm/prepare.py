@@ -31,7 +31,7 @@ from lm.data import run_data
 from lm.data.files import FORMATS, find_files, format_of
 from lm.data.stream import open_documents
 from lm.data.text import TextFiles
-from lm.data.token_file import OUTPUT_FILES, find_token_files, open_token_files
+from lm.data.token_file import OUTPUT_FILES, find_token_files, read_index
 from lm.data.tokenized import (
     Options,
     TextOptions,
@@ -45,7 +45,7 @@ from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
 from lm.errors import ConfigError, command
 from lm.fileio import home_path, write_durably
 from lm.launch.process import run_and_exit
-from lm.storage.cache import checksum, describe_files
+from lm.storage.cache import checksum, describe_files, file_states
 from lm.storage.folder import drafted, read_manifest, write_manifest, writing
 from lm.transformers_config import Kernels
 from lm.units import format_count
@@ -108,27 +108,31 @@ def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
     _check_replaceable(args.out)
     with writing(args.out, remedy="nothing was written"):
+        states = file_states(found.files)
         described = _describe_input(args, found.files)
         made_from = describe_making(found.tokenizer, found.options) | {"input": described}
         if args.out.exists() and any(args.out.iterdir()) and not args.overwrite:
             return [_check_existing(args.out, made_from)]
         tokenizer = found.tokenizer or _train_tokenizer(args, found)
         made_from |= describe_tokenizer(tokenizer)
-        with drafted(args.out, if_exists="replace", made_from=made_from) as draft:
+        started_from = made_from | {"files": states}
+        with drafted(args.out, if_exists="replace", made_from=started_from) as draft:
             for name, content in tokenizer.files.items():
                 write_durably(draft / name, content)
             started = time.monotonic()
             import_module(found.options.maker).write(draft, found.files, tokenizer, found.options)
             seconds = time.monotonic() - started
-            if args.split is None:
-                require_unchanged(found.files, described)
+            require_unchanged(found.files, states)
             write_manifest(draft, made_from)
-    opened = open_token_files(args.out, found.options.splits)
-    lines = [f"{seconds:,.1f} s, {sum(map(len, opened)) / seconds:,.0f} tokens/s"]
-    for file in opened:
-        n_documents = format_count(file.index.documents, "document")
-        lines.append(f"{file.path}: {len(file):,} tokens ({file.index.dtype}) in {n_documents}")
-    return lines
+    lines: list[str] = []
+    n_tokens = 0
+    for split in found.options.splits:
+        index = read_index(args.out / f"{split}.json")
+        n_documents = format_count(index.documents, "document")
+        name = args.out / f"{split}.bin"
+        lines.append(f"{name}: {index.tokens:,} tokens ({index.dtype}) in {n_documents}")
+        n_tokens += index.tokens
+    return [f"{seconds:,.1f} s, {n_tokens / seconds:,.0f} tokens/s", *lines]
 
 
 def _describe_input(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:

@@ -18,7 +18,7 @@ from lm.data.tokenizer.loading import Tokenizer
 from lm.data.worker import call_in_worker
 from lm.errors import RunError
 from lm.program import describe_program
-from lm.storage.cache import cached, describe_files
+from lm.storage.cache import cached, describe_files, file_states
 
 HELD_OUT = 0.05
 """Share of the data that is for validation, unless there are data for it."""
@@ -90,21 +90,22 @@ def tokenize(files: Sequence[Path], tokenizer: Tokenizer, options: Options) -> l
     Raises:
         ConfigError: files cannot be read, or have an invalid line, or no text.
     """
-    described = describe_files(files)
-    facts = describe_making(tokenizer, options) | {"input": described}
+    states = file_states(files)
+    facts = describe_making(tokenizer, options) | {"input": describe_files(files)}
 
     def write(draft: Path) -> None:
         call_in_worker(options.maker, "write", draft, files, tokenizer, options)
-        require_unchanged(files, described)
+        require_unchanged(files, states)
 
-    directory = cached(facts, write, continues=True)
+    directory = cached(facts, write, continued_if={"files": states})
     return open_token_files(directory, options.splits, tokenizer.n_model_ids)
 
 
-def require_unchanged(files: Sequence[Path], described: Sequence[str]) -> None:
-    """Raise RunError if a file is not as `describe_files` has described it before."""
-    for path, before, after in zip(files, described, describe_files(files), strict=True):
-        if after != before:
+def require_unchanged(files: Sequence[Path], states: Mapping[str, list[int]]) -> None:
+    """Raise RunError if a file was written since its state was one of the `file_states`."""
+    after = file_states(files)
+    for path, state in states.items():
+        if after.get(path) != state:
             raise RunError(f"{path}: changed while it was read; run the command again")
 
 

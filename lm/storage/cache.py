@@ -45,7 +45,10 @@ def cache_directory() -> Path:
 
 @oserror_as_config_error
 def cached(
-    facts: Mapping[str, Any], build: Callable[[Path], None], *, continues: bool = False
+    facts: Mapping[str, Any],
+    build: Callable[[Path], None],
+    *,
+    continued_if: Mapping[str, Any] | None = None,
 ) -> Path:
     """Return the folder that `build` has filled, by now or earlier.
 
@@ -53,7 +56,8 @@ def cached(
 
     Args:
         facts: what the content depends on, as JSON, with the code (`describe_program`).
-        continues: whether `build` continues what a killed process has left in the folder.
+        continued_if: what must be as it was, as JSON, besides `facts`, for `build` to continue what
+            a killed process has left in the folder; None = it never does.
     """
     text = json.dumps(facts, sort_keys=True)
     made_from = json.loads(text)
@@ -72,8 +76,10 @@ def cached(
             print(f"{damage}: computed again", file=sys.stderr, flush=True)
             discard(entry)
         if not entry.exists():
-            continued = made_from if continues else None
-            with drafted(entry, if_exists="keep", made_from=continued) as draft:
+            started_from = None
+            if continued_if is not None:
+                started_from = made_from | dict(continued_if)
+            with drafted(entry, if_exists="keep", made_from=started_from) as draft:
                 draft.chmod(0o700)
                 build(draft)
                 write_manifest(draft, made_from)
@@ -159,7 +165,7 @@ def _content_hash(path: Path) -> str:
     """Return the SHA-256 of a file; that of a large one is remembered until the file changes."""
     if path.stat().st_size < _REMEMBERED_BYTES:
         return _hash_file(path)
-    return remembered(("sha256", file_state(path)), lambda: _hash_file(path))
+    return remembered(("sha256", path.absolute(), file_state(path)), lambda: _hash_file(path))
 
 
 def _hash_file(path: Path) -> str:
@@ -171,14 +177,18 @@ def checksum(path: Path) -> int:
     """Return the CRC-32C of a regular file; that of a large one is remembered, too."""
     if path.stat().st_size < _REMEMBERED_BYTES:
         return crc32c(path)
-    return int(remembered(("crc32c", file_state(path)), lambda: str(crc32c(path))))
+    return int(remembered(("crc32c", path.absolute(), file_state(path)), lambda: str(crc32c(path))))
 
 
-def file_state(path: Path) -> tuple[Path, int, int, int, int, int]:
-    """Return what changes when the content of a file does."""
+def file_states(files: Sequence[Path]) -> dict[str, list[int]]:
+    """Return the `file_state` of each file that exists by its path."""
+    return {str(path): file_state(path) for path in files if path.is_file()}
+
+
+def file_state(path: Path) -> list[int]:
+    """Return what changes when a file is written, also if that restores its content."""
     status = path.stat()
-    times = (status.st_mtime_ns, status.st_ctime_ns)
-    return (path.absolute(), status.st_dev, status.st_ino, status.st_size, *times)
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def remembered(facts: object, compute: Callable[[], str]) -> str:

@@ -25,7 +25,7 @@ from lm.data import encoder, records, token_writer, tokenized
 from lm.data.token_file import open_token_files
 from lm.data.tokenizer.loading import load_tokenizer
 
-kind, n_before_kill = sys.argv[1], int(sys.argv[2])
+kind, n_before_kill, changes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
 token_writer.SAVE_SECONDS = 0.0
 
 def call_in_this_process(module, function, *arguments):
@@ -38,6 +38,8 @@ def counted(function):
     def call(*arguments):
         if next(pieces) > n_before_kill:
             os.kill(os.getpid(), 9)
+        if changes:
+            Path("in/01").write_text("x" * 99_999)  # before it is read
         return function(*arguments)
     return call
 
@@ -76,9 +78,15 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.param
 
 
-def start(folder: Path, kind: str, n_before_kill: int) -> tuple[int, int, Path | None]:
-    """Tokenize. Return the exit code, the pieces that were tokenized, and where they are."""
-    command = [sys.executable, "-c", TOKENIZE, kind, str(n_before_kill)]
+def start(
+    folder: Path, kind: str, n_before_kill: int, *, changes: bool = False
+) -> tuple[int, int, Path | None]:
+    """Tokenize. Return the exit code, the pieces that were tokenized, and where they are.
+
+    Args:
+        changes: whether the second file has another text meanwhile.
+    """
+    command = [sys.executable, "-c", TOKENIZE, kind, str(n_before_kill), str(changes)]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode != 0:
@@ -124,3 +132,19 @@ def test_killed_tokenizing_of_other_text_is_not_continued(kind: str, tmp_path: P
         file.write("more")
     _, n_pieces, _ = start(tmp_path, kind, ALL)
     assert n_pieces > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "prepare"], indirect=True)
+def test_killed_tokenizing_of_text_that_was_another_meanwhile_is_not_continued(
+    kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "in" / "01"
+    text = path.read_text()
+    assert start(tmp_path, kind, 5, changes=True)[0] != 0
+    path.write_text(text)
+    _, n_pieces, where = start(tmp_path, kind, ALL)
+    assert n_pieces > 10
+    assert where is not None
+    texts = sum(file.stat().st_size + 1 for file in path.parent.iterdir())
+    assert sum(file.stat().st_size // 2 for file in where.glob("*.bin")) >= texts

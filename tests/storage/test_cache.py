@@ -360,8 +360,9 @@ def test_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tokenize([path], tokenizer, TextOptions("text"))
 
 
+@pytest.mark.parametrize("at_end", ["or not", "to be"])
 def test_file_that_changes_while_it_is_tokenized_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the entry of one content would be kept with the tokens of another."""
     path = tmp_path / "a.txt"
@@ -369,8 +370,9 @@ def test_file_that_changes_while_it_is_tokenized_is_refused(
     call = tokenized.call_in_worker
 
     def call_and_change(*arguments: Any) -> None:
-        call(*arguments)
         path.write_text("or not")
+        call(*arguments)
+        path.write_text(at_end)
 
     monkeypatch.setattr(tokenized, "call_in_worker", call_and_change)
     with pytest.raises(RunError, match=f"^{path}: changed while it was read"):
