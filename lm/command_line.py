@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from lm.errors import ConfigError
-from lm.fileio import home_path
+from lm.fileio import expand_home
 
 Number = TypeVar("Number", int, float)
 
@@ -39,6 +39,19 @@ def number(
 
     parse.__name__ = kind.__name__  # as argparse names it in the error of what is no number
     return parse
+
+
+def location_argument(text: str) -> str:
+    """Return an argument that is a path, a URL or a name on the Hub: a type of argparse."""
+    try:
+        return expand_home(text)
+    except ConfigError as error:  # it does not name the argument, as argparse does
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def path_argument(text: str) -> Path:
+    """Return an argument that is a path: a type of argparse."""
+    return Path(location_argument(text))
 
 
 def as_overrides(arguments: Sequence[str]) -> list[str]:
@@ -71,11 +84,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     Args:
         arguments: None = those of this process.
     """
-    parser = argparse.ArgumentParser(
-        description="Train a language model with PyTorch FSDP.", epilog=HELP
-    )
+    parser = Parser(description="Train a language model with PyTorch FSDP.", epilog=HELP)
     parser.add_argument(
-        "--config", type=home_path, default=Path("config.yaml"), help="experiment (%(default)s)"
+        "--config", type=path_argument, default=Path("config.yaml"), help="experiment (%(default)s)"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="hyperparameters to change"

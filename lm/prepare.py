@@ -27,6 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lm.command_line import Parser, location_argument, path_argument
 from lm.data import run_data
 from lm.data.files import FORMATS, find_files, format_of
 from lm.data.stream import open_documents
@@ -43,7 +44,7 @@ from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
 from lm.errors import ConfigError, command
-from lm.fileio import home_path, write_durably
+from lm.fileio import write_durably
 from lm.launch.process import run_and_exit
 from lm.storage.cache import checksum, describe_files, file_states
 from lm.storage.folder import drafted, read_manifest, write_manifest, writing
@@ -192,18 +193,20 @@ def _train_tokenizer(args: argparse.Namespace, found: _Input) -> FileTokenizer:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, or raise ConfigError with all problems."""
     description = "Convert text to token files."
-    parser = argparse.ArgumentParser(prog="python -m lm.prepare", description=description)
+    parser = Parser(prog="python -m lm.prepare", description=description)
     add = parser.add_argument
-    add("input", nargs="*", metavar="INPUT", help="a file, a directory or a glob, or KEY=VALUE")
+    input_help = "a file, a directory or a glob, or KEY=VALUE"
+    add("input", nargs="*", type=location_argument, metavar="INPUT", help=input_help)
     add(
         "--config",
-        type=home_path,
+        type=path_argument,
         metavar="FILE",
         help="experiment file of a run on dataset: jsonl, whose train_data is prepared",
     )
-    add("--out", type=home_path, metavar="DIR", help="directory for the token files")
+    add("--out", type=path_argument, metavar="DIR", help="directory for the token files")
     add(
         "--tokenizer",
+        type=location_argument,
         metavar="T",
         help="as in training; for HDF5 the one that made its ids",
     )
@@ -232,7 +235,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace the dataset in DIR")
     add(
         "--verify",
-        type=home_path,
+        type=path_argument,
         metavar="DIR",
         help="only compare the dataset in DIR with its checksums",
     )

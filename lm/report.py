@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from lm.command_line import Parser
+from lm.command_line import Parser, path_argument
 from lm.errors import (
     ConfigError,
     command,
@@ -32,7 +32,7 @@ from lm.errors import (
     nearest_file,
     oserror_as_config_error,
 )
-from lm.fileio import Line, home_path, read_records
+from lm.fileio import Line, read_records
 from lm.launch.requirements import requires
 from lm.metrics.records import Logged, Report, Sample, Seconds
 
@@ -423,7 +423,7 @@ def make_report(paths: Sequence[Path]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = Parser(prog="python -m lm.report", description="Report on runs.")
-    parser.add_argument("runs", nargs="+", type=home_path, metavar="RUN", help="run directory")
+    parser.add_argument("runs", nargs="+", type=path_argument, metavar="RUN", help="run directory")
     print(make_report(parser.parse_args(arguments).runs))
     return 0
 

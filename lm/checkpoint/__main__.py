@@ -11,7 +11,6 @@ damaged.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ from lm.checkpoint.manifest import (
     Manifest,
 )
 from lm.checkpoint.store import DraftError, SavedCheckpoint, find_best
+from lm.command_line import Parser, location_argument
 from lm.errors import command, oserror_as_config_error
-from lm.fileio import expand_home
 from lm.units import format_bytes
 
 
@@ -107,14 +106,12 @@ def verify_at(location: Location, manifest: Manifest) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lm.checkpoint", description="List and verify checkpoints."
-    )
+    parser = Parser(prog="python -m lm.checkpoint", description="List and verify checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     purposes = {"list": "compare the sizes of their files", "verify": "read their files"}
     for name, purpose in purposes.items():
         subparser = commands.add_parser(name, help=f"list checkpoints, and {purpose}")
-        subparser.add_argument("path", type=expand_home, metavar="CHECKPOINT|RUN")
+        subparser.add_argument("path", type=location_argument, metavar="CHECKPOINT|RUN")
     args = parser.parse_args(arguments)
     check = check_listed if args.command == "list" else verify_at
     lines, all_complete = describe_at(args.path, check)

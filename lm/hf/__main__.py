@@ -17,8 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from lm.command_line import Parser, location_argument, path_argument
 from lm.errors import command
-from lm.fileio import choose_compiler_cache, expand_home, home_path
+from lm.fileio import choose_compiler_cache
 from lm.hf.files import WEIGHT_DTYPES
 from lm.units import format_bytes
 
@@ -37,7 +38,7 @@ def _export(args: argparse.Namespace) -> int:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m lm.hf",
         description="Export to Hugging Face, and examine classes of transformers.",
     )
@@ -47,24 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = export.add_argument
     add(
         "checkpoint",
-        type=expand_home,
+        type=location_argument,
         metavar="RUN",
         help="directory or URL of a checkpoint or run",
     )
-    add("out", type=home_path, metavar="OUT", help="directory to create")
+    add("out", type=path_argument, metavar="OUT", help="directory to create")
     dtypes = WEIGHT_DTYPES
     add(
         "--dtype",
         choices=dtypes,
         help="of the weights (float32; of a class of transformers: as in its files)",
     )
-    add("--base", type=home_path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    add(
+        "--base",
+        type=path_argument,
+        metavar="DIRECTORY",
+        help="a copy of the base of LoRA adapters",
+    )
     add("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
 
     examine_help = "print what of a class of transformers can be trained exactly here"
     examined = commands.add_parser("examine", help=examine_help)
     class_help = "a directory, OWNER/MODEL[@REVISION] on the Hub, or a model_type, e.g. lfm2"
-    examined.add_argument("source", type=expand_home, metavar="MODEL", help=class_help)
+    examined.add_argument("source", type=location_argument, metavar="MODEL", help=class_help)
 
     args = parser.parse_args(arguments)
     choose_compiler_cache()

@@ -18,10 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.command_line import Parser, number
+from lm.command_line import Parser, number, path_argument
 from lm.config.reading import check_values
 from lm.errors import ConfigError, command
-from lm.fileio import home_path
 from lm.plan.gpus import CARDS, GPUS_PER_NODE
 
 
@@ -37,7 +36,7 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--config",
-        type=home_path,
+        type=path_argument,
         default=Path("config.yaml"),
         help="experiment file (%(default)s)",
     )

@@ -16,9 +16,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lm.command_line import Parser, number
+from lm.command_line import Parser, number, path_argument
 from lm.errors import ConfigError, command, open_standard_streams
-from lm.fileio import home_path
 from lm.launch.requirements import requires
 
 
@@ -30,7 +29,7 @@ def parse_search_arguments(arguments: Sequence[str] | None) -> argparse.Namespac
         epilog="Run the same command again to continue.",
     )
     parser.add_argument(
-        "file", type=home_path, metavar="FILE", help="experiment file with a searcher"
+        "file", type=path_argument, metavar="FILE", help="experiment file with a searcher"
     )
     argument_help = "hyperparameters to change, or searcher.KEY=VALUE"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=argument_help)

@@ -133,24 +133,43 @@ def test_command_exits_with_2_and_one_line(
 
 
 @pytest.mark.parametrize(
-    ("main", "arguments"),
+    ("main", "arguments", "name"),
     [
-        (checkpoint_main, ["list", ""]),
-        (generate.main, ["", "--prompt", "a"]),
-        (hf_main.main, ["examine", ""]),
-        (hf_main.main, ["export", "", "out"]),
-        (plan.main, ["--config="]),
-        (report.main, [""]),
-        (fsdp.main, ["--config="]),
+        (checkpoint_main, ["list", ""], "CHECKPOINT|RUN"),
+        (evaluate.main, ["x", "--tasks", ""], "--tasks"),
+        (evaluate.main, ["--tasks", "x", "--", ""], "MODEL"),
+        (generate.main, ["", "--prompt", "a"], "CHECKPOINT"),
+        (generate.main, ["x", "--prompt", "a", "--base="], "--base"),
+        (hf_main.main, ["examine", ""], "MODEL"),
+        (hf_main.main, ["export", "", "out"], "RUN"),
+        (hf_main.main, ["export", "x", ""], "OUT"),
+        (plan.main, ["--config="], "--config"),
+        (prepare_main, ["", "--split", "train", "--tokenizer", "bytes", "--out", "o"], "INPUT"),
+        (prepare_main, ["x", "--tokenizer=", "--out", "o"], "--tokenizer"),
+        (prepare_main, ["--verify="], "--verify"),
+        (report.main, [""], "RUN"),
+        (search.main, [""], "FILE"),
+        (fsdp.main, ["--config="], "--config"),
     ],
-    ids=lambda value: value.__module__ if callable(value) else value[0],
+    ids=lambda value: value.__module__ if callable(value) else None,
 )
 def test_empty_path_is_not_the_current_directory(
-    main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    name: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(arguments) == 2
     (problem,) = capsys.readouterr().err.splitlines()
-    assert "empty" in problem
+    assert problem.startswith(f"{name}: a path is empty")
+
+
+@pytest.mark.parametrize("main", [checkpoint_main, hf_main.main, prepare_main, fsdp.main])
+def test_unknown_option_is_one_line(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", "x", "-x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 # ---- output that is not read, or whose encoding lacks characters
