@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -432,8 +433,11 @@ def _open_prepared(
         for name in _READING:
             found = file.made_from.get(name)
             if found != expected[name]:
-                problem = f"{name}: {where} was prepared with {found}, not {expected[name]}"
-                remedy = "set it so, or prepare it again with python -m lm.prepare --config"
+                problem = f"{name}: {where} was prepared with another"
+                use = f"{name}: {json.dumps(found)}"
+                if name in ("tokenizer", "chat_template") and found != ByteTokenizer.identity:
+                    use = f"tokenizer: {where} without chat_template"  # the directory has both
+                remedy = f"set {use}, or prepare it again with python -m lm.prepare --config"
                 raise ConfigError(f"{problem}; {remedy}")
         opened.append(file)
     return opened
