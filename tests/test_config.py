@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 
 from lm import command_line, strict_yaml
 from lm.config import __main__ as lm_config
+from lm.config.combinations import check_combinations
+from lm.config.draft import Draft
 from lm.config.elsewhere import KEYS_ELSEWHERE
 from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
 from lm.config.reading import load_hyperparameters, read_hyperparameters
@@ -26,7 +29,7 @@ from lm.fields import CHANGES, aliases_of, need_of
 from lm.presets import PRESETS
 from lm.search.experiment import Searcher
 from lm.storage.folder import MANIFEST
-from tests.support.hyperparameters import TINY, named_keys
+from tests.support.hyperparameters import OF_TRANSFORMERS, TINY, named_keys
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer
 
@@ -1011,3 +1014,26 @@ def test_config_command_groups_keys_by_part(capsys: pytest.CaptureFixture[str]) 
 def test_rank_that_a_launcher_adds_is_no_hyperparameter(argument: str) -> None:
     args = command_line.parse_arguments([argument, "--config", "x.yaml", "--lr=1e-3"])
     assert args.overrides == ["lr=1e-3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("lora", {"lora_rank": 4}), ("nf4", {"base_dtype": "nf4"}), ("float8", {"float8": "rowwise"})],
+)
+def test_key_that_a_class_does_not_compute_is_refused_with_what_was_found(
+    name: str, asked: dict[str, Any]
+) -> None:
+    answers = {"lora": True, "nf4": True, "float8": True, name: False}
+    examined = OF_TRANSFORMERS.examined.model_copy(
+        update={**answers, "details": {name: "1.5 apart"}}
+    )
+    model = OF_TRANSFORMERS.model_copy(update={"examined": examined})
+    flat = TINY | {"init_from": "x", "lora_rank": 4} | asked
+    hp = replace(Hyperparameters.from_flat(flat), model=model)
+    with pytest.raises(ConfigError) as refused:
+        check_combinations(hp, Draft())
+    (key,) = asked
+    assert any(
+        problem.startswith(f"{key}: ") and f"(1.5 apart); remove {key}" in problem
+        for problem in refused.value.problems
+    )

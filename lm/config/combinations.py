@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 
 from lm.config.draft import Draft
@@ -181,16 +182,18 @@ def _find_problems_of_model(hp: Hyperparameters) -> Iterator[tuple[str, str]]:
         problem = f"{mode}: {kind} cannot recompute its layers so"
         others = [other for other in ("full", "none") if other != mode and holds[other]]
         yield "activation_checkpointing", f"{problem}; use {others[0]}"
+    found = defaultdict(lambda: "examined by an earlier version", examined.details)
     if hp.lora.lora_rank is not None and not examined.lora:
-        yield "lora_rank", f"{kind} has no linear layers to adapt; remove lora_rank"
+        problem = f"adapters of {kind} do not compute what they do merged ({found['lora']})"
+        yield "lora_rank", f"{problem}; remove lora_rank"
     if hp.lora.base_dtype == "nf4" and not examined.nf4:
         problem = f"quantized layers of {kind} do not compute what their weights do"
-        yield "base_dtype", f"nf4: {problem}; remove base_dtype"
+        yield "base_dtype", f"nf4: {problem} ({found['nf4']}); remove base_dtype"
     if hp.parallel.compile is True and not examined.compilation:
         yield "compile", f"true, but layers of {kind} are no graphs to compile; remove compile"
     if hp.precision.float8 is not None and not examined.float8:
-        found = examined.details.get("float8", "examined by an earlier version")
-        yield "float8", f"{hp.precision.float8} does not compute {kind} ({found}); remove float8"
+        problem = f"{hp.precision.float8} does not compute {kind} ({found['float8']})"
+        yield "float8", f"{problem}; remove float8"
     if hp.objective.of_pairs and not examined.packing:
         problem = f"needs pairs in one sequence, which {kind} does not keep apart"
         yield "objective", f"dpo: {problem}; remove objective"
