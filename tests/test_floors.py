@@ -54,6 +54,16 @@ def imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
         yield from (name for name in names if name in MODULES)
 
 
+def test_page_lists_every_file_of_the_rooms_of_which_it_lists_files() -> None:
+    page = (REPOSITORY / "docs" / "internals.md").read_text()
+    listed = re.findall(r"^(lm/\w+)/(.*\n(?: .*\n)+)", page, re.MULTILINE)
+    files = [(room, text) for room, text in listed if re.search(r"^  \w", text, re.MULTILINE)]
+    assert len(files) > 5
+    for room, text in files:
+        names = {path.name for path in (REPOSITORY / room).glob("[!_]*.py")} - {"config.py"}
+        assert {name for name in names if name not in text} == set(), room
+
+
 def test_floors_list_every_part() -> None:
     assert floors().keys() == {part(module) for module in MODULES}
 
