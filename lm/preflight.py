@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from lm.data.run_data import Data, open_data
 from lm.data.sampler import SampledSource
 from lm.determined import master
 from lm.determined.search import Searcher
-from lm.errors import ConfigError, error_prefix
+from lm.errors import ConfigError, RunError, error_prefix
 from lm.flops import count_flops_per_token
 from lm.initial_weights import InitialWeights, find_initial_weights
 from lm.inputs import (
@@ -46,7 +46,7 @@ from lm.resume import (
     plan_resume,
 )
 from lm.runtime.run_dir import RunDir
-from lm.runtime.run_state import RunState, begin_run, forget_launch, record_early, write_state
+from lm.runtime.run_state import begin_run, forget_launch, record_early, write_state
 from lm.runtime.world import MeshShape, World
 from lm.training import four_bits, parallelize, profiling
 from lm.transformers_config import TransformersConfig
@@ -119,9 +119,10 @@ class ResolvedRun:
         if state is None or not (self.trains or fresh):
             yield
             return
-        world.on_rank0(record_early, store.places, state)  # in case the block is killed
-        yield
-        world.run_in_thread_on_rank0(begin_run, store.places, state, fresh=fresh)
+        with restoring_earlier(self.resume_plan, store, world):
+            world.on_rank0(record_early, store.places, state)  # in case the block is killed
+            yield
+            world.run_in_thread_on_rank0(begin_run, store.places, state, fresh=fresh)
 
     @property
     def sample_rate(self) -> int | None:
@@ -307,20 +308,32 @@ def preflight(
     )
     if dry_run and resume_plan.resume_candidates:
         initial_weights = find_initial_weights(hp, world)  # its base is compared with theirs
-    earlier: RunState | None = None
     if resume_plan.fresh and not dry_run:  # else an attempt after a kill would resume
-        earlier = world.on_rank0(forget_launch, store.places, launch_ids(os.environ))
-    try:
+        earlier_state = world.on_rank0(forget_launch, store.places, launch_ids(os.environ))
+        resume_plan = replace(resume_plan, earlier_state=earlier_state)
+    with restoring_earlier(resume_plan, store, world):
         run = _resolve(job, amp_dtype, world, initial_weights, resume_plan)
-    except ConfigError:  # this start is refused: the earlier one can still be resumed
-        if earlier is not None and world.rank == 0:
-            write_state(store.places, earlier)
-        raise
     if dry_run:
         notes = world.on_rank0(run.notes)
         if world.rank == 0:
             print("\n".join([run.summary(world), *notes]))
     return run
+
+
+@contextmanager
+def restoring_earlier(plan: ResumePlan, store: CheckpointStore, world: World) -> Iterator[None]:
+    """Let later attempts resume the earlier start again if the block refuses this one."""
+    try:
+        yield
+    except ConfigError as refusal:
+        if plan.earlier_state is not None and world.rank == 0:
+            try:
+                write_state(store.places, plan.earlier_state)
+            except (OSError, RunError) as error:
+                problem = f"{store.places[0]}: the earlier start is not recorded again ({error})"
+                remedy = "resume it with resume=auto"
+                raise ConfigError(*refusal.problems, f"{problem}; {remedy}") from None
+        raise
 
 
 def _resolve(

@@ -74,6 +74,8 @@ class ResumePlan:
     """what the run has written before is moved aside"""
     new_state: RunState | None = None
     """what is recorded of a start that resumes from no checkpoint of this run, off the cluster"""
+    earlier_state: RunState | None = None
+    """what is recorded again if this start is refused; see `forget_launch`"""
 
 
 @oserror_as_config_error

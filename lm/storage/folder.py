@@ -214,7 +214,8 @@ def drafted(
             draft.rename(path)
         except OSError as error:
             if replaced.exists():
-                replaced.rename(path)
+                with suppress(OSError):  # else `recover` puts it back
+                    replaced.rename(path)
             if error.errno not in _IS_THERE or if_exists != "keep":
                 raise
         sync_directory(path.parent)

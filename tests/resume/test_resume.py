@@ -375,10 +375,15 @@ def test_restart_is_not_of_an_earlier_start_with_the_same_id(
 
 
 @pytest.mark.slow
-def test_start_that_is_refused_is_not_taken_for_the_last_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refused_by", ["preflight", "load_state"])
+def test_start_that_is_refused_is_not_taken_for_the_last_one(
+    refused_by: str, two_steps: Path, tmp_path: Path
+) -> None:
     attempt(0, tmp_path, "max_steps=2", "resume=fresh")
-    refused = "prompt=data without a tokenizer"
-    attempt(0, tmp_path, "max_steps=3", "resume=fresh", refused, code=2)
+    arguments = ["resume=fresh", "prompt=data without a tokenizer"]
+    if refused_by == "load_state":
+        arguments = [f"resume={checkpoints_by_step(two_steps)[2]}", "n_layers=3"]
+    attempt(0, tmp_path, "max_steps=3", *arguments, code=2)
     assert ", step 2\n" in attempt(1, tmp_path, "max_steps=3", "resume=fresh")
 
 

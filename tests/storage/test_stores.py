@@ -33,6 +33,7 @@ from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.checkpoint.tensor_files import State
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
+from lm.preflight import restoring_earlier
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime.run_state import RunState, begin_run, finish_move, forget_launch, read_state
 from lm.runtime.world import World
@@ -454,6 +455,20 @@ def test_store_forgets_only_what_a_start_shares_with_the_one_before(place: Path)
     )
     forget_launch(store.places, {"JOB": "2", "RUN": "none"})
     assert read_state(store.places) == RunState(resume="fresh", launch={"JOB": "1"})
+
+
+def test_refusal_is_told_if_the_earlier_start_cannot_be_recorded_again(tmp_path: Path) -> None:
+    store = LocalCheckpoints(tmp_path / "no directory" / "run" / "checkpoints")
+    plan = ResumePlan(earlier_state=RunState())
+
+    def refuse(world: World) -> None:
+        with pytest.raises(ConfigError) as refused, restoring_earlier(plan, store, world):
+            raise ConfigError("prompt: is refused")
+        first, second = refused.value.problems
+        assert first == "prompt: is refused"
+        assert "resume=auto" in second
+
+    in_world(refuse)
 
 
 def test_store_moves_earlier_runs_aside(kind_off_cluster: str, place: Path) -> None:
