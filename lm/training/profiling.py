@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,8 +50,11 @@ def record_memory(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        except OSError as failure:  # that of the block, e.g. out of memory, is the one to be told
+            print(f"{path}: no snapshot of memory: {failure.strerror}", file=sys.stderr)
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
