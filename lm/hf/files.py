@@ -71,9 +71,13 @@ def list_weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if single.is_file():
         return [single]
-    problem = f"has no {SAFETENSORS_FILE} or {SAFETENSORS_INDEX}; other formats are not read"
-    remedy = "load it with transformers, and save_pretrained(DIRECTORY)"
-    raise ConfigError(f"{directory}: {problem}: {remedy}")
+    if any(path.name.endswith(WEIGHT_SUFFIXES) for path in directory.iterdir()):
+        problem = f"has no {SAFETENSORS_FILE} or {SAFETENSORS_INDEX}; other formats are not read"
+        remedy = "load it with transformers, and save_pretrained(DIRECTORY)"
+        raise ConfigError(f"{directory}: {problem}: {remedy}")
+    download = "`hf download OWNER/MODEL --local-dir DIRECTORY`, then init_from=DIRECTORY"
+    random = "or to train from scratch write random ones (docs/transformers.md says how)"
+    raise ConfigError(f"{directory}: has no weights; download them, {download}, {random}")
 
 
 def follow_links(path: Path) -> Path:

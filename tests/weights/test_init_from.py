@@ -278,7 +278,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_config(folder, hidden_size=2**20),
         "lm_head.weight: [300, 32] in the file, [300, 1048576]",
     ),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "in: has no model.safetensors or "),
+    "no weights": (
+        lambda folder: (folder / WEIGHTS).unlink(),
+        "in: has no weights; download them, ",
+    ),
     "pickled weights": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
         "in: has no model.safetensors or ",
