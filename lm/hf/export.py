@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from lm.checkpoint.compare import find_changes
 from lm.checkpoint.contents import verify
 from lm.checkpoint.headers import full_shape
 from lm.checkpoint.layout import model_of
@@ -50,7 +51,7 @@ from lm.storage.folder import drafted, writing
 from lm.training.config import LoraConfig
 from lm.training.lora import Adapters
 from lm.transformers_config import AnyModelConfig, TransformersConfig, without_numbers
-from lm.transformers_model import NETWORK, build_network, read_config
+from lm.transformers_model import NETWORK, build_network, read_config, text_config
 from lm.transformers_private import find_renamed, layouts_of_experts
 from model import ModelConfig
 
@@ -183,6 +184,7 @@ def _export_of_class(
     if manifest.base is not None:
         source = manifest.base.source
     opened = _find_original(str(base_dir or source))
+    _require_trained_model(config, opened)
     if manifest.base is not None:
         open_base(manifest.base, opened)
     class_weights = open_weights(opened)
@@ -237,6 +239,22 @@ def _find_original(source: str) -> Path:
         return weights.find_complete_source(source)
     except ConfigError as error:
         raise ConfigError(f"{error}; {remedy}") from None
+
+
+def _require_trained_model(config: TransformersConfig, directory: Path) -> None:
+    """Raise ConfigError if config.json in `directory` describes another model than `config`.
+
+    It is exported, and the trained weights would mean something else in it. Keys that only one of
+    two versions of transformers has say nothing of them, and neither do ids of special tokens.
+    """
+    trained = config.transformers_config
+    found = text_config(weights.read_config(str(directory)))
+    keys = [key for key in found if key in trained and not key.endswith("_token_id")]
+    changes = find_changes(trained, found, keys)
+    if changes:
+        problem = f"{directory / MODEL_CONFIG}: describes another model than the checkpoint"
+        remedy = "pass the directory of the original Hugging Face model with --base"
+        raise ConfigError(f"{problem}; {remedy}:", *limit_problems(list(changes.values())))
 
 
 def _load_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer | None:

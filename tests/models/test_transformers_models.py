@@ -316,6 +316,31 @@ def test_wrapped_model_resumes_exactly_and_is_exported_as_a_whole(
 
 
 @pytest.mark.slow
+def test_trained_weights_are_exported_as_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor as a part of one, wherever the original has gone."""
+    source = tmp_path / "source"
+    save_model("llama", source)
+    monkeypatch.chdir(tmp_path)
+    run = settings(source, max_steps=1, validation_rate=1)
+    in_world(lambda world: train_in_world(world, run))
+    (checkpoint,) = checkpoints_by_step(tmp_path).values()
+    config = json.loads((source / "config.json").read_text())
+    n_layers = config["num_hidden_layers"]
+    save_model("llama", tmp_path / "fewer", {"num_hidden_layers": n_layers - 1})
+    save_model("llama", tmp_path / "more", {"num_hidden_layers": n_layers + 1})
+    for name in ("fewer", "more"):
+        with pytest.raises(ConfigError, match=rf"num_hidden_layers: {n_layers} in the checkpoint"):
+            export.export_model(checkpoint, tmp_path / "out", base_dir=tmp_path / name)
+    (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    with pytest.raises(ConfigError, match=r"rms_norm_eps: .* now 0.25"):
+        export.export_model(checkpoint, tmp_path / "out")
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
+    assert export.export_model(checkpoint, tmp_path / "out") > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOW_WRAPPERS)
 def test_all_wrapped_models_are_exported_as_a_whole(
     kind: str, models: dict[str, Path], trained: dict[int, Trained], tmp_path: Path
