@@ -2,14 +2,16 @@
 
 `start_python` runs a Python program as `subprocess.Popen` does, with its arguments, environment,
 working directory, streams, signals and exit code. The program may be a module: one of `MODULES`,
-e.g. `lm.launch`. The Python programs that it starts are forked from it, too. What depends on how
-Python starts needs a new interpreter: the environment variables `READ_AT_START`, signals during
-imports, and other launchers. A forked process with PYTHONUNBUFFERED writes each line at once.
+e.g. `lm.launch`, whose ranks are forked from it. What a file starts is forked from the same process
+as the file, e.g. the plan of a dry run. What depends on how Python starts needs a new interpreter:
+the environment variables `READ_AT_START`, signals during imports, and other launchers. A forked
+process with PYTHONUNBUFFERED writes each line at once.
 
-This depends on CPython: `ForkedProcess` overrides the private methods `_execute_child`,
-`_internal_poll` and `_wait` of `subprocess.Popen` and reads their arguments by name (tested with
-3.11). With FORK_RANKS=0 in the environment every process is a new interpreter and nothing here is
-needed; all tests then take about twice as long.
+This depends on CPython (tested with 3.11): `ForkedProcess` overrides the private methods
+`_execute_child`, `_internal_poll` and `_wait` of `subprocess.Popen` and reads their arguments by
+name, and `Start` shares multiprocessing's fork server with the processes that come from it. With
+FORK_RANKS=0 in the environment every process is a new interpreter and nothing here is needed; all
+tests then take about twice as long.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import inspect
 import io
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import shlex
@@ -57,6 +60,7 @@ MODULES = {
     "lm.evaluate",
     "lm.launch",
     "lm.launch.torchrun",
+    "lm.plan.dry_run",
     "lm.search",
     "tests.support.cluster.container",
     "torch.distributed.run",
@@ -69,6 +73,7 @@ PRELOADED = [
     "tests.support.runs",
     "tests.support.transformers_imported",
     "lm.metrics.logger",
+    "lm.plan.dry_run",
     "lm.preflight",
     "lm.training.profiling",
     "lm.report",
@@ -149,11 +154,16 @@ class Start:
         # Imported PyTorch has read this variable in another environment.
         torch.set_num_threads(int(self.env["OMP_NUM_THREADS"]))
         console.START = time.monotonic()
+        # The process that this one is forked from serves it, too. Python would start another.
+        server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+        server.ensure_running = lambda: None
+        subprocess.Popen = subprocess_handler.Popen = ForkedProcess  # type: ignore[misc]
         if "PYTHONPATH" in self.env:
             sys.path.insert(0, self.env["PYTHONPATH"])
         if self.arguments[0] == "-m":
             self._run_module(self.arguments[1])
             return
+        ForkedProcess.start_method = START_METHOD  # a rank has threads
         if "MPLBACKEND" not in self.env:  # to draw the report takes a third of a short run
             sys.modules["matplotlib"] = None  # type: ignore[assignment]
         sys.argv = self.arguments
@@ -163,7 +173,6 @@ class Start:
     def _run_module(self, name: str) -> None:
         """Run one of `MODULES`, and fork the Python programs that it starts from this process."""
         ForkedProcess.start_method = "fork"
-        subprocess.Popen = subprocess_handler.Popen = ForkedProcess  # type: ignore[misc]
         sys.argv = self.arguments[1:]
         sys.modules.pop(name, None)  # runpy warns of one that is imported
         runpy.run_module(name, run_name="__main__", alter_sys=True)
