@@ -25,7 +25,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 if __name__ == "__main__":
     if sys.flags.safe_path:  # Python has left out the directory of this file
@@ -215,34 +215,27 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
     parallelize.apply_activation_checkpointing(model, hp.parallel.activation_checkpointing)
     parallelize.apply_compile(model, hp.parallel, hp.precision.float8, mesh)
     parallelize.apply_activation_offload(model, hp.parallel, mesh)
-    fsdp_options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=amp_dtype,
-            # In which a rank adds the gradients of its micro-batches, and the ranks theirs: by
-            # default float32. What is reduced already (sync_each_micro_step) is added in float32.
-            reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),
-            # Embeddings already have the dtype of forward, and rotary angles have to stay float32.
-            cast_forward_inputs=False,
-        ),
-        # True with full-shard and hybrid-full-shard, which gather again for backward; else False.
-        "reshard_after_forward": hp.parallel.reshard_after_forward,
-        "offload_policy": parallelize.offload_policy(hp.parallel, mesh),
-    }
-    # Every parameter is in one unit, whose parameters are gathered together. They are made from the
-    # outside in, as FSDP does not look for parameters in modules that are units already:
-    #   1. the whole model, for the parameters that are in no other unit
-    #   2. the module around all blocks, for those that a class of transformers keeps in float32
-    #   3. the embedding, each block, and the head
-    # Each ignores the parameters of the later ones.
-    units = model.fsdp_units() if hp.parallel.layer_wrap else []
-    in_units = {parameter for unit in units for parameter in unit.parameters()}
-    in_float32 = model.kept_in_float32(amp_dtype)
-    fully_shard(model, **fsdp_options, ignored_params=in_units | in_float32)
-    parallelize.shard_in_float32(model, amp_dtype, fsdp_options)
-    in_float32 = model.kept_in_float32(amp_dtype)  # again: DTensors have replaced them
-    for unit in units:
-        fully_shard(unit, **fsdp_options, ignored_params=in_float32)
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=amp_dtype,
+        # In which a rank adds the gradients of its micro-batches, and the ranks theirs: by default
+        # float32. What is reduced already (sync_each_micro_step) is added in float32.
+        reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),
+        # Embeddings already have the dtype of forward, and rotary angles have to stay float32.
+        cast_forward_inputs=False,
+    )
+    full_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # The model comes first, then what is inside of it: FSDP looks for parameters in all modules but
+    # those that are units already.
+    for unit in parallelize.divide_into_units(model, amp_dtype, hp.parallel.layer_wrap):
+        fully_shard(
+            unit.module,
+            mesh=mesh,
+            # True with full-shard and hybrid-full-shard, which gather again for backward.
+            reshard_after_forward=hp.parallel.reshard_after_forward,
+            mp_policy=full_precision if unit.in_float32 else mixed_precision,
+            offload_policy=parallelize.offload_policy(hp.parallel, mesh),
+            ignored_params=set(unit.module.parameters()) - unit.parameters,
+        )
     parallelize.skip_needless_gathers(model)
     parallelize.reduce_in_place_on_one_rank(model, hp.parallel, mesh)
     model.to_empty(device="cpu" if hp.parallel.cpu_offload else mesh.device_type)
@@ -366,8 +359,6 @@ class Trainer:
         except rank 0 for a class of the library transformers while it sends the weights.
         """
         initial_weights = self.run.initial_weights
-        if initial_weights.model is None:
-            return
         is_base = initial_weights.base is not None
         if self.run.resume_plan.resume_candidates and not is_base:
             return
@@ -446,8 +437,8 @@ class Trainer:
                     switches.torch_profiler_steps,
                     traces,
                     self.world.rank,
-                    self.run.max_steps - self.step,
-                    log,
+                    steps_left=self.run.max_steps - self.step,  # too few: a warning
+                    log=log,
                 )
                 profiler_step = profilers.enter_context(torch_profiler).step
             self.train_steps(profiler_step)
@@ -709,17 +700,13 @@ class Trainer:
         with self.accumulator.saving(), self.logger.status("saving"):
             if self.checkpointer.is_pending:
                 self.commit()
-            dataset_state = None  # the position follows from the step
-            if self.loader.stream_state is not None:  # the dataset is streamed
-                states = self.world.all_gather_object(self.loader.stream_state)
-                dataset_state = states[:: self.context_group.size]  # one of each context group
             progress = TrainingProgress(
                 step=self.step,
                 tokens=self.step * self.run.tokens_per_step,
                 validation_loss=self.validation_loss,
                 sampled=self.sampled,
                 data_start=self.data_start,
-                dataset_state=dataset_state,
+                dataset_state=self.loader.gather_state(self.world),
                 metric_sums=self.world.all_gather_object(metric_sums),
             )
             self.checkpointer.save(self.state(), self.run.manifest_info, progress)
@@ -732,7 +719,7 @@ class Trainer:
         self.logger.log_checkpoint(step, uuid)
 
     def finish(self) -> int:
-        """Acknowledge a preemption, and write the report. Return the exit code."""
+        """Log why the run has stopped, if it has, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
             if self.at_stop_step:
@@ -742,12 +729,7 @@ class Trainer:
                 reason = self.search_stop.reason
             else:  # a signal or Determined has asked for it
                 reason = self.run.how_to_resume(self.step)
-                if self.run.trial is None:
-                    code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
-                # Determined takes exit code 0 for the end of a trial, unless this call came before:
-                # then the trial resumes later. Off the cluster, the call does nothing.
-                if self.world.rank == 0:
-                    self.core_context.preempt.acknowledge_preemption_signal()
+                code = self.acknowledge_request()
             self.logger.info(f"stopped after step {self.step}/{self.run.max_steps} {reason}")
         if self.run.run_dir is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
@@ -755,6 +737,17 @@ class Trainer:
             # `execute` has closed the logger's files, so the report is complete; it still prints.
             self.logger.info(f"curves and traces: make board; report: {report}")
         return code
+
+    def acknowledge_request(self) -> int:
+        """Tell Determined that the trial stops as it has asked. Return the exit code.
+
+        Determined takes exit code 0 for the end of a trial that has not told it: others resume.
+        """
+        if self.world.rank == 0:
+            self.core_context.preempt.acknowledge_preemption_signal()  # does nothing elsewhere
+        if self.run.trial is None:
+            return exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
+        return 0
 
 
 if __name__ == "__main__":

@@ -31,10 +31,11 @@ class InitialWeights:
     def load_model(
         self, model: AnyModel, world: World, log: Callable[[str], None], *, to_be_exported: bool
     ) -> None:
-        """Fill this rank's shards of `model`, on all ranks together; see `load_into` of lm.hf."""
+        """Fill this rank's shards of `model`, on all ranks together, if `self.model` is set."""
+        if self.model is None:
+            return
         from lm.hf.weights import load_into
 
-        assert self.model is not None
         load_into(model, self.model, world, log, to_be_exported=to_be_exported)
 
 
@@ -59,11 +60,12 @@ def find_initial_weights(
     from lm.hf import base, weights
 
     is_model = weights.is_model(source)
-    if hp.lora.lora_rank is not None:
-        if not downloads and is_model and not Path(source).is_dir():
+    if hp.lora.lora_rank is None:
+        if is_model:
             return InitialWeights(model=source)
-        found = base.find_base(source, world)
-        return InitialWeights(model=found.source, base=found)
-    if is_model:
+        return InitialWeights(checkpoint=source)
+    is_on_hub = is_model and not Path(source).is_dir()
+    if is_on_hub and not downloads:
         return InitialWeights(model=source)
-    return InitialWeights(checkpoint=source)
+    found = base.find_base(source, world)
+    return InitialWeights(model=found.source, base=found)

@@ -23,6 +23,7 @@ from lm.data.dataset import Dataset, Sample, SampleBatch, StreamPosition, Stream
 from lm.data.run_data import Data
 from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
+from lm.runtime.world import World
 
 _Ids = NDArray[np.int64]
 _PADDING = -1
@@ -119,8 +120,7 @@ class Loader:
         self.validation_bytes = [self._count_bytes(i) for i in range(len(data.validation))]
         """of text of the targets of each validation set; 0 = unknown"""
         self.stream_state = data.train.initial_stream_state
-        """where the streams are after the training batch that was yielded last; None = the datasets
-        are sampled, and the position follows from the step"""
+        """where they are after the training batch that was yielded last; None = no streams"""
 
     def _count_bytes(self, number: int) -> int:
         dataset = self._data.validation[number].dataset
@@ -148,6 +148,16 @@ class Loader:
         )
         if note is not None:
             log(note)
+
+    def gather_state(self, world: World) -> list[StreamState] | None:
+        """Return the position of each data-parallel rank's streams, on all ranks together.
+
+        None = the datasets are sampled, and the position follows from the step.
+        """
+        if self.stream_state is None:
+            return None
+        states = world.all_gather_object(self.stream_state)
+        return states[:: self._context_group.size]
 
     def training(self, start_step: int) -> Iterator[Batch]:
         """Yield batches from step `start_step` on, endlessly."""

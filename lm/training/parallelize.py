@@ -18,6 +18,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -27,9 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
-    fully_shard,
 )
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -261,21 +260,39 @@ def offload_policy(config: ParallelConfig, mesh: DeviceMesh) -> OffloadPolicy:
     return OffloadPolicy()
 
 
-def shard_in_float32(
-    model: AnyModel, dtype: torch.dtype | None, fsdp_options: Mapping[str, Any]
-) -> None:
-    """Shard the parameters that a class of transformers keeps in float32, as such: in one unit.
+@dataclass(frozen=True)
+class FSDPUnit:
+    """A module to shard, and those of its parameters that are gathered for a call of it."""
 
-    It belongs to the module around all blocks, so that its all-gather is outside of what is
-    compiled, and has to be made before the units of the blocks, in which FSDP does not look.
+    module: nn.Module
+    parameters: set[nn.Parameter]
+    in_float32: bool = False
+    """whether they are computed with in float32, whatever the compute dtype is"""
+
+
+def divide_into_units(
+    model: AnyModel, dtype: torch.dtype | None, layer_wrap: bool
+) -> list[FSDPUnit]:
+    """Return the units of FSDP from the outside in, of which each parameter is in one.
+
+    1. the model, with the parameters that are in no other unit
+    2. the module around all blocks, with those that a class of transformers keeps in float32: if
+       blocks gathered them, it would be inside of what is compiled
+    3. with `layer_wrap` the embedding, each block, and the head
     """
-    kept = model.kept_in_float32(dtype)
-    if not kept:
-        return
-    base = cast(Any, model).network.base_model
-    assert kept <= set(base.parameters())
-    options = {**fsdp_options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-    fully_shard(base, **options, ignored_params=set(base.parameters()) - kept)
+    in_float32 = model.kept_in_float32(dtype)
+    in_model = set(model.parameters()) - in_float32
+    inner: list[FSDPUnit] = []
+    for module in model.fsdp_units() if layer_wrap else []:
+        unit = FSDPUnit(module, set(module.parameters()) - in_float32)
+        inner.append(unit)
+        in_model -= unit.parameters
+    units = [FSDPUnit(model, in_model)]
+    if in_float32:
+        around_blocks = cast(Any, model).network.base_model
+        assert in_float32 <= set(around_blocks.parameters())
+        units.append(FSDPUnit(around_blocks, in_float32, in_float32=True))
+    return units + inner
 
 
 def skip_needless_gathers(model: AnyModel) -> None:

@@ -62,21 +62,22 @@ def torch_profiler(
     steps: tuple[int, int, int],
     directory: Path,
     rank: int,
-    n_steps: int,
+    *,
+    steps_left: int,
     log: Callable[[str], None],
 ) -> profile:
     """Return PyTorch's profiler, which writes `rank<N>.*.pt.trace.json.gz` to `directory`.
 
     Args:
         steps: to wait, to warm up and to trace.
-        n_steps: steps of this process; `log` receives a warning if none of them is traced.
+        steps_left: of this process; `log` receives a warning if none of them is traced.
     """
     wait, warmup, active = steps
     skipped = wait + warmup
-    traces_nothing = skipped >= n_steps
+    traces_nothing = skipped >= steps_left
     if traces_nothing:
         remedy = "use less to wait and to warm up"
-        why = f"torch_profiler_steps skips {skipped}, {n_steps} are left; {remedy}"
+        why = f"torch_profiler_steps skips {skipped}, {steps_left} are left; {remedy}"
         log(f"torch_profiler: no step is traced: {why}")
     write_trace = tensorboard_trace_handler(
         str(directory), worker_name=f"rank{rank}", use_gzip=True

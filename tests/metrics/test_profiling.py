@@ -51,7 +51,7 @@ def profile_steps(
     fail: bool = False,
 ) -> None:
     """Profile so many steps, the last of which may fail."""
-    with profiling.torch_profiler(profiled, directory, rank, 100, print) as profiler:
+    with profiling.torch_profiler(profiled, directory, rank, steps_left=100, log=print) as profiler:
         for step in range(steps):
             with torch.profiler.record_function(f"step number {step}"):
                 torch.mm(torch.ones(8, 8), torch.ones(8, 8))
