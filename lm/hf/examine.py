@@ -36,7 +36,7 @@ What a class does otherwise for longer sequences is asked, too: every integer of
 on positions, such as the length beyond which rotary frequencies change, is less than the longest
 document, and more than others. If a class needs a larger one to be exact, rows must not be longer
 than that.
-Results are kept in the user's cache, by config, versions and code.
+Results are kept in the user's cache, by config, versions and code; those of kernels next to them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -203,6 +204,8 @@ class Examination(BaseModel, frozen=True):
     """The answers for a class."""
 
     class_name: str
+    asked: dict[str, Any]
+    """config of the small model"""
     findings: dict[Question, Finding]
     """up to one without which the class is refused"""
     packed_by: PackedBy
@@ -373,10 +376,10 @@ def examine(values: Mapping[str, Any], of_run: Computation | None = None) -> Exa
     problems: list[str] = []
     for config in small_configs(values, _derived_sizes(values)):
         facts: dict[str, Any] = {"program": program, "examination": config}
-        if of_run is not None:
+        answers = _remember_answers(facts, partial(_examine, config))
+        if isinstance(answers, Examination) and of_run is not None and not answers.refusals():
             facts["kernels"] = of_run.facts()
-        entry = cached(facts, partial(_write_answers, config, of_run))
-        answers = _ANSWERS.validate_json((entry / _RESULT).read_bytes())
+            answers = _remember_answers(facts, partial(_examine_kernels, answers, of_run))
         if isinstance(answers, Examination):
             answers.warn_of_exceptions()
             return answers
@@ -447,48 +450,89 @@ _ANSWERS = TypeAdapter[Examination | str](Examination | str)
 """What `examination.json` has: a string says why a small model does not compute."""
 
 
-def _write_answers(config: dict[str, Any], of_run: Computation | None, directory: Path) -> None:
-    warn(f"examining {config.get('model_type')}: what can be trained exactly with this class")
-    (directory / _RESULT).write_bytes(_ANSWERS.dump_json(_examine(config, of_run), indent=1))
+def _remember_answers(
+    facts: Mapping[str, Any], ask: Callable[[], Examination | str]
+) -> Examination | str:
+    """Return what `ask` does, from the cache if possible."""
+
+    def write(directory: Path) -> None:
+        (directory / _RESULT).write_bytes(_ANSWERS.dump_json(ask(), indent=1))
+
+    return _ANSWERS.validate_json((cached(facts, write) / _RESULT).read_bytes())
 
 
-@torch.enable_grad()  # whoever asks first
-def _examine(config: dict[str, Any], of_run: Computation | None) -> Examination | str:
-    """Return the answers for the small model of `config`, or why it does not compute."""
-    started = time.process_time()
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    """Compute on one core and with gradients, whoever asks, and leave the random state as it is."""
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     torch.set_num_threads(1)
     try:
-        small = _build_small(config)
-        if isinstance(small, str):
-            return small
-        crossed = _cut_lengths(small)
-        asked = crossed.small
-        answers = _ask(asked)
-        limits: list[Limit] = []
-        if answers.holding() != _OF_LENGTHS:
-            within, limits = _find_limits(small, crossed.paths, answers.holding())
-            if limits:
-                asked = within
-                answers = _ask(asked)
-        device = _CPU
-        if of_run is not None and answers.holding() >= _NEEDED.keys():
-            device = of_run.device
-            answers = _ask_as_in_run(asked, answers, of_run)
+        with torch.enable_grad():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
+
+
+@_on_one_core()
+def _examine(config: dict[str, Any]) -> Examination | str:
+    """Return the exact answers for the small model of `config`, or why it does not compute."""
+    warn(f"examining {config.get('model_type')}: what can be trained exactly with this class")
+    started = time.process_time()
+    small = _build_small(config)
+    if isinstance(small, str):
+        return small
+    crossed = _cut_lengths(small)
+    asked = crossed.small
+    answers = _ask(asked)
+    limits: list[Limit] = []
+    if answers.holding() != _OF_LENGTHS:
+        within, limits = _find_limits(small, crossed.paths, answers.holding())
+        if limits:
+            asked = within
+            answers = _ask(asked)
     return Examination(
         class_name=type(small.network).__name__,
+        asked=asked.config,
         findings=answers.findings,
         packed_by=answers.way.packed_by,
         attention=answers.way.attention,
-        device=device.type,
         untrained=answers.untrained,
         limits=limits + crossed.tables,
         seconds=round(time.process_time() - started, 2),
     )
+
+
+@_on_one_core()
+def _examine_kernels(exact: Examination, of_run: Computation) -> Examination | str:
+    """Return the answers, of which those that depend on kernels are of what a run computes.
+
+    Kernels that a key names have to do all that is asked. Of ours, what does not hold exactly is
+    not asked, and where an exception is the answer, the exact one counts: a run in which it is
+    raised, too, ends in step 1, and one of other sizes than the small model may do without.
+    """
+    warn(f"examining {exact.asked.get('model_type')}: what holds with the kernels of this run")
+    started = time.process_time()
+    small = _build_small(exact.asked)
+    if isinstance(small, str):
+        return small
+    questions = _OF_KERNELS
+    known: Set[Question] = set()
+    if of_run.attention is None:
+        known = {name for name, finding in exact.findings.items() if finding.holds}
+        questions = _OF_KERNELS & known
+    ways = of_run.ways(_Way(exact.attention, exact.packed_by))
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its rounding hides nothing
+        answers = _ask(small, questions, of_run, ways, known)
+    changes = {
+        "findings": exact.findings | answers.findings,
+        "packed_by": answers.way.packed_by,
+        "attention": answers.way.attention,
+        "device": of_run.device.type,
+        "seconds": round(exact.seconds + time.process_time() - started, 2),
+    }
+    return exact.model_copy(update=changes)
 
 
 @dataclass(frozen=True)
@@ -709,23 +753,6 @@ class _Answers(NamedTuple):
             for question in _OF_LENGTHS & self.findings.keys()
             if self.findings[question].holds
         }
-
-
-def _ask_as_in_run(small: _Small, exact: _Answers, of_run: Computation) -> _Answers:
-    """Return the answers, of which those that depend on kernels are of what a run computes.
-
-    Kernels that a key names have to do all that is asked. Of ours, what does not hold exactly is
-    not asked, and where an exception is the answer, the exact one counts: a run in which it is
-    raised, too, ends in step 1, and one of other sizes than the small model may do without.
-    """
-    questions = _OF_KERNELS
-    known: Set[Question] = set()
-    if of_run.attention is None:
-        known = {name for name, finding in exact.findings.items() if finding.holds}
-        questions = _OF_KERNELS & known
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its rounding hides nothing
-        answers = _ask(small, questions, of_run, of_run.ways(exact.way), known)
-    return _Answers(exact.findings | answers.findings, answers.way, exact.untrained)
 
 
 def _ask(
@@ -1153,19 +1180,19 @@ class _Exam:
             torch.compiler.reset()
 
     def cache(self) -> Finding:
-        model = self.build().eval()
+        model = self.model.eval()
         tokens = torch.cat([_tokens(5, seed=3), _tokens(5, seed=4)]).to(self.how.device)
         cache = model.new_cache(32)
         rest = tokens
+        logits: list[Tensor] = []
         with torch.no_grad():
             for _ in range(20):
-                logits = model(rest, cache=cache)
-                finding = self._compare_logits(logits, model(tokens)[:, -1])
-                if not finding.holds:
-                    return finding
-                rest = logits.argmax(dim=-1, keepdim=True)
+                logits.append(model(rest, cache=cache))
+                rest = logits[-1].argmax(dim=-1, keepdim=True)
                 tokens = torch.cat([tokens, rest], dim=1)
-        return Finding(holds=True)
+            complete = model(tokens)[:, 4:-1]
+        model.train()
+        return self._compare_logits(torch.stack(logits, dim=1), complete)
 
     def lora(self) -> Finding:
         return self._compare_merged({"lora_rank": 4})
@@ -1174,6 +1201,8 @@ class _Exam:
         return self._compare_merged({"lora_rank": 4, "base_dtype": "nf4"})
 
     def experts(self) -> Finding:
+        if not self.model.config.experts:
+            return Finding(holds=True)
         return self._compare_merged({"lora_rank": 4, "base_dtype": "nf4"}, experts=True)
 
     def _compare_merged(self, values: Mapping[str, Any], *, experts: bool = False) -> Finding:

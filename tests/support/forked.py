@@ -58,6 +58,7 @@ MODULES = {
     "determined.launch.torch_distributed",
     "determined.launch.wrap_rank",
     "lm.evaluate",
+    "lm.hf.__main__",
     "lm.launch",
     "lm.launch.torchrun",
     "lm.plan.dry_run",
@@ -82,6 +83,7 @@ PRELOADED = [
     "matplotlib.figure",
     "tensorboard.plugins.hparams.summary_v2",
     "torch._dynamo",
+    "torch._inductor.codegen.triton",
     "torch.distributed.run",
     "torch.utils.tensorboard",
 ]
