@@ -576,6 +576,24 @@ def test_max_length_is_the_default_length_of_a_run(
     )
 
 
+@pytest.mark.parametrize(
+    ("argument", "left"),
+    [
+        ("max_steps=500", (500, None)),  # not as many as fit into one epoch
+        ("max_epochs=3", (None, 3)),
+        ("max_steps=null", (None, 1)),
+        ("max_epochs=null", (50, None)),
+        ("lr=0.1", (50, 1)),
+    ],
+)
+def test_argument_alone_says_the_length_of_a_run(
+    argument: str, left: tuple[int | None, float | None]
+) -> None:
+    both = {"hyperparameters": {"max_steps": 50, "max_epochs": 1}}  # as config.yaml of a run
+    run = read_hyperparameters(both, [argument], "test").run
+    assert (run.max_steps, run.max_epochs) == left
+
+
 @pytest.mark.parametrize("length", ["abc", "0", "{epochs: 50}", "{}"])
 def test_max_length_that_is_invalid_is_refused(length: str, refusal: Refusal) -> None:
     error = refusal(f"searcher:\n  max_length: {length}\nhyperparameters: {{}}\n")

@@ -160,6 +160,10 @@ def _drop_replaced(draft: Draft, name: str) -> None:
         if draft.preset.get("positions") == "rope":  # else it is the size of a table
             shape.discard("max_seq_len")
         _drop(draft, shape, "model", name)
+    for key, other in (("max_steps", "max_epochs"), ("max_epochs", "max_steps")):
+        says_length = key in draft.arguments and draft.values[key] is not None
+        if says_length and draft.values.get(other) is not None:
+            _drop(draft, {other}, key, name)
     for cause in sorted(draft.arguments):
         unread: list[str] = []
         for key, info in FIELDS.items():
