@@ -396,7 +396,7 @@ class Search:
         shown = ", ".join(f"{n} {state}" for state, n in counts.items())
         lines.append(f"{format_count(len(trials), 'trial')}: {shown}")
         run = TrialRun(self.path.name, best.number)
-        result = f"{metric} {best.value:.4f} at step {best.last_step}"
+        result = f"{metric} {best.value:.4f} at step {best.last_step or 0}"
         command = [sys.orig_argv[0], "-m", "lm.launch", "--nproc", str(self._devices.slots)]
         command += [os.path.relpath(REPOSITORY / "fsdp.py"), "--config", str(run.run_dir.config)]
         command.append(f"run_name={self.path.name}-best")

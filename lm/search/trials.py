@@ -175,10 +175,10 @@ class TrialRun:
         return [report for report in reports if report.group == "validation"]
 
     def max_steps(self) -> int:
-        """Return the last step of a run that has started."""
+        """Return the last step of a run that has started; 0 = it only validates."""
         experiment, _ = strict_yaml.load_experiment(self.run_dir.config)
-        max_steps: int = experiment["hyperparameters"]["max_steps"]
-        return max_steps
+        max_steps: int | None = experiment["hyperparameters"]["max_steps"]
+        return max_steps or 0
 
     def last_errors(self) -> str:
         """Return the last lines that the last start printed to stderr, as one line."""

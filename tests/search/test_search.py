@@ -422,6 +422,17 @@ def test_search_with_a_larger_metric_prefers_it() -> None:
 
 
 @pytest.mark.slow
+def test_search_compares_models_that_are_not_trained() -> None:
+    write_data()
+    widths = {"d_model": {"type": "categorical", "vals": [32, 64]}}
+    untrained = {"max_epochs": -1, "max_steps": None, "lr": 1e-3}
+    write_experiment({"name": "grid", "metric": "loss"}, SMALL | TEXT | widths | untrained)
+    output, _ = finish(start(Path.cwd()))
+    assert {trial.state for trial in read_trials()} == {TrialState.COMPLETE}
+    assert "best: trial-" in output
+
+
+@pytest.mark.slow
 def test_search_ends_where_its_data_change() -> None:
     """No trial fails: nothing is wrong with its point."""
     write_data()
