@@ -211,9 +211,9 @@ def find_complete(
     if not plan.may_be_complete or max_steps == 0:
         return None
     manifest = store.read_manifest(plan.resume_candidates[0])
-    require_same_run(manifest, run_info)
-    is_sampled = manifest.sampled or not samples
-    is_evaluated = manifest.validation_loss is not None and is_sampled
+    changes = require_same_run(manifest, run_info)
+    is_validated = manifest.validation_loss is not None and "val_data" not in changes
+    is_evaluated = is_validated and (manifest.sampled or not samples)
     if manifest.step > max_steps or (manifest.step == max_steps and is_evaluated):
         return manifest
     return None
@@ -345,8 +345,11 @@ def _resume_from(
     jump = compare_learning_rates(location, manifest, run_info)
     late = too_late_to_skip(location, manifest, run_info)
     progress = manifest
-    if not changes.keys().isdisjoint(ORDER):
-        progress = manifest.model_copy(update={"dataset_state": None, "data_start": manifest.step})
+    if "val_data" in changes:  # the loss is of other data
+        progress = progress.model_copy(update={"validation_loss": None})
+    if not changes.keys().isdisjoint(ORDER):  # sums and place are of other data
+        other = {"dataset_state": None, "metric_sums": None, "data_start": manifest.step}
+        progress = progress.model_copy(update=other)
     if progress.data_start > 0 and run_info.hyperparameters.get("max_epochs") is not None:
         problem = "counts passes over one dataset, and the run has read another one"
         raise ConfigError(f"max_epochs: {problem} up to step {progress.data_start}; use max_steps")

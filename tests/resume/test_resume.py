@@ -18,6 +18,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from lm import sampling, strict_yaml
 from lm.checkpoint.manifest import Manifest, read_manifest
+from lm.checkpoint.store import LocalCheckpoints
 from lm.data.loader import Loader, MicroBatch, PairBatch
 from lm.errors import ConfigError
 from lm.resume import require_same_run
@@ -568,7 +569,8 @@ def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> 
     stable, branch, killed, new = (
         tmp_path / name for name in ("stable", "branch", "killed", "new")
     )
-    run_fsdp(stable, f"train_data={tmp_path}/a.txt", "max_steps=4", config=config, code=0)
+    before = [f"train_data={tmp_path}/a.txt", "max_steps=9", "stop_at_step=4", "report_rate=3"]
+    run_fsdp(stable, *before, config=config, code=0)
     checkpoint = checkpoints_by_step(stable)[4]
     decay = ["lr_schedule=wsd", "decay_steps=3", "max_steps=7", f"train_data={tmp_path}/b.txt"]
     refused = run_fsdp(stable, *decay, config=config, code=2)
@@ -594,6 +596,23 @@ def test_branch_continues_moments_and_schedule_on_other_data(tmp_path: Path) -> 
     epochs = ["max_steps=null", "max_epochs=1"]
     refused = run_fsdp(killed, *decay, *epochs, config=config, code=2)
     assert "max_epochs" in refused.stderr
+
+
+@pytest.mark.slow
+def test_last_step_is_validated_again_on_other_data(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"text {name} " * 400)
+    config = RUN | {"dataset": "text", "vocab_size": 257, "num_tokens": 0, "max_steps": 2}
+    config |= {"train_data": "a.txt", "report_rate": 2}
+    losses: list[float] = []
+    for name in ("a", "b"):
+        run_fsdp(tmp_path, f"val_data={name}.txt", config=config, code=0)
+        losses.append(read_reports(tmp_path, "validation")[2]["loss"])
+    first, second = losses
+    assert first != second
+    saved, _ = LocalCheckpoints(tmp_path / "runs" / "test" / "checkpoints").list_saved()
+    assert [entry.manifest.validation_loss for entry in saved] == [first, second]
+    assert "is complete" in run_fsdp(tmp_path, "val_data=b.txt", config=config, code=0).stdout
 
 
 @pytest.mark.slow
