@@ -119,6 +119,9 @@ class RunDir:
         if not self.config.exists() and any(self.path.glob("*/lock")):
             problem = f"{self.path}: is a group of runs, e.g. a search"  # that `fresh` would move
             raise ConfigError(f"{problem}; choose another name: run_name=NAME")
+        group = self.path.parent
+        if group != RUNS and (group / self.config.name).exists():  # `fresh` would move this one
+            raise ConfigError(f"{group}: is a run, and no group of runs; use run_name=GROUP/NAME")
         try:
             for path in (self.path, *self._subdirectories):
                 make_directory(path)

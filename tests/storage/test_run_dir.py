@@ -145,6 +145,8 @@ def test_run_in_the_directory_of_a_group_is_refused() -> None:
     started("y/other")
     Path("runs/y/config.yaml").touch()
     started("y")  # a run with a group in its directory is still a run
+    with pytest.raises(ConfigError, match="runs/y: is a run, "):
+        started("y/another")  # which `resume=fresh` of y would move aside
 
 
 def test_lock_is_not_inherited_by_forked_processes() -> None:
