@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
@@ -183,10 +183,15 @@ def parse_json(text: bytes) -> Any:
     return content
 
 
+Seconds = Annotated[float, Field(ge=0, lt=2**36)]
+"""since 1970"""
+
+
 class Line(BaseModel, frozen=True):
     """A line of the records of a run. Versions of this program may add keys."""
 
     step: int = Field(ge=0, lt=2**63)
+    time: Seconds
 
 
 L = TypeVar("L", bound=Line)

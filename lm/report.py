@@ -32,9 +32,10 @@ from lm.errors import (
     nearest_file,
     oserror_as_config_error,
 )
-from lm.fileio import Line, read_records
+from lm.fileio import Line, Seconds, read_records
 from lm.launch.requirements import requires
-from lm.metrics.records import Logged, Report, Sample, Seconds
+from lm.metrics.records import Logged, Report, Sample
+from lm.runtime.run_dir import last_logged
 
 _PANELS = ("lr", "grad_norm", "tokens_per_second")
 """Metrics of training that have a panel in the picture, below those of validation."""
@@ -71,7 +72,6 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 class _Session(Line, frozen=True):
     """A line of sessions.jsonl."""
 
-    time: Seconds
     last_write: Seconds | None
     tokens_per_step: _Count
     ranks: _Count
@@ -117,7 +117,6 @@ class RunRecords:
                 raise ConfigError(f"{config}: hyperparameters: {problem}; delete the file")
         self.step = 0
         self._curves: dict[tuple[str, str], _Curve] = {}
-        last: Logged | None = None
         for report in read_records(path / "metrics.jsonl", Report):
             self.step = max(self.step, report.step)
             for metric, value in report.__pydantic_extra__.items():
@@ -127,19 +126,14 @@ class RunRecords:
                 steps, values = self._curves[key]
                 steps.append(report.step)
                 values.append(value)
-            last = report
         self.sample: Sample | None = None
         """the last one"""
         for sample in read_records(path / "samples.jsonl", Sample):
             self.sample = sample
         self.sessions = list(read_records(path / "sessions.jsonl", _Session))
-        checkpoint: Logged | None = None
         for checkpoint in read_records(path / "checkpoints.jsonl", Logged):
             self.step = max(self.step, checkpoint.step)  # a stop saves, but does not report
-        lines = [line for line in (checkpoint, self.sample, last) if line is not None]
-        self._last_write = 0.0
-        if lines:  # by step: the clock may have been set back
-            self._last_write = max(lines, key=lambda line: line.step).time
+        self._last_write = last_logged(path)
 
     @property
     def validation_data(self) -> str | None:
@@ -209,10 +203,10 @@ class RunRecords:
     def _session_seconds(self) -> list[float]:
         """Return how long each session was, as far as its files say."""
         # A session notes when the one before it last wrote: None if it wrote nothing.
-        ends = [session.last_write or 0 for session in self.sessions[1:]]
+        ends = [session.last_write for session in self.sessions[1:]]
         ends.append(self._last_write)
         starts = [session.time for session in self.sessions]
-        return [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
+        return [max(0.0, (end or 0) - start) for start, end in zip(starts, ends, strict=True)]
 
 
 def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> str:

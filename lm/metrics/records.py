@@ -8,8 +8,6 @@ from pydantic import BaseModel, Field, model_validator
 
 from lm.fileio import Line
 
-Seconds = Annotated[float, Field(ge=0, lt=2**36)]
-"""since 1970"""
 Metric = Annotated[float, Field(gt=-1e50, lt=1e50)]
 """In a wider range than that of float32; Matplotlib fails near the limits of float64."""
 
@@ -18,7 +16,6 @@ class Logged(Line, frozen=True):
     """What all have, and all that is read of checkpoints.jsonl."""
 
     group: str
-    time: Seconds
 
 
 class Report(Logged, frozen=True, extra="allow"):

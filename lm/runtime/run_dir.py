@@ -36,7 +36,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm.errors import ConfigError, RunError
-from lm.fileio import open_regular, print_once, replace_durably, sync_directory
+from lm.fileio import (
+    Line,
+    drop_records,
+    open_regular,
+    print_once,
+    read_records,
+    replace_durably,
+    sync_directory,
+)
 from lm.runtime.run_state import STATE, finish_move, read_state
 from lm.storage.folder import scratch
 from lm.storage.lock import hold_until_exit, holds, read_holder
@@ -168,9 +176,8 @@ class RunDir:
         config = yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False)
         try:
             replace_durably(self.config, config.encode())
-            last_write = None  # by the session before
-            if self.metrics.exists():
-                last_write = self.metrics.stat().st_mtime
+            last_write = last_logged(self.path)  # by the session before
+            drop_records(self.sessions, Line, lambda _: True)  # what a full disk has cut short
             line = json.dumps({"time": time.time(), "last_write": last_write, **session})
             with open(self.sessions, "a", opener=open_regular) as file:
                 file.write(f"{line}\n")
@@ -178,6 +185,19 @@ class RunDir:
             raise RunError(
                 f"{error.filename or self.path}: cannot be written ({error.strerror})"
             ) from None
+
+
+def last_logged(run: Path) -> float | None:
+    """Return when the run in a directory last logged something, as its lines say; None = never.
+
+    The files are newer than their lines where they were copied, or downloaded from a bucket.
+    """
+    last: Line | None = None
+    for name in ("metrics.jsonl", "samples.jsonl", "checkpoints.jsonl"):
+        for line in read_records(run / name, Line):
+            if last is None or line.step >= last.step:  # not by time: clocks are set back
+                last = line
+    return None if last is None else last.time
 
 
 def _try_to_save(directory: Path) -> None:

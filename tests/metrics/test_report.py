@@ -16,7 +16,7 @@ from determined.core import DummyTrainContext
 from matplotlib.figure import Figure
 
 from lm import report
-from lm.fileio import print_once
+from lm.fileio import Line, print_once, read_records
 from lm.metrics.logger import MetricLogger
 from lm.runtime.run_dir import RunDir
 
@@ -291,11 +291,22 @@ def test_session_records_the_last_write_before_it() -> None:
     run_dir = RunDir("x")
     run_dir.path.mkdir(parents=True)
     run_dir.add_session({}, {"step": 0})
-    run_dir.metrics.write_text("")
+    # Written now, as files are that are copied to another machine or downloaded from a bucket.
+    for name, step, when in (("metrics", 8, 30.0), ("checkpoints", 8, 40.0), ("samples", 5, 90.0)):
+        line = json.dumps({"step": step, "time": when})
+        (run_dir.path / f"{name}.jsonl").write_text(f"{line}\n")
     run_dir.add_session({}, {"step": 5})
     first, second = (json.loads(line) for line in run_dir.sessions.read_text().splitlines())
     assert (first["step"], first["last_write"], second["step"]) == (0, None, 5)
-    assert second["last_write"] == run_dir.metrics.stat().st_mtime
+    assert second["last_write"] == 40.0
+
+
+def test_session_follows_one_that_a_full_disk_has_cut_short() -> None:
+    run_dir = RunDir("x")
+    run_dir.path.mkdir(parents=True)
+    run_dir.sessions.write_text('{"time": 1.0, "step": 0}\n{"time": 2.0, "st')
+    run_dir.add_session({}, {"step": 5})
+    assert [line.step for line in read_records(run_dir.sessions, Line)] == [0, 5]
 
 
 def test_report_command_accepts_all_of_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
