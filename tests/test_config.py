@@ -23,6 +23,7 @@ from lm.config.draft import Draft
 from lm.config.elsewhere import KEYS_ELSEWHERE
 from lm.config.hyperparameters import FIELDS, PARTS, Hyperparameters
 from lm.config.reading import load_hyperparameters, read_hyperparameters
+from lm.config.wording import nearest_key
 from lm.data.run_data import open_data
 from lm.errors import ConfigError
 from lm.fields import CHANGES, aliases_of, need_of
@@ -172,6 +173,9 @@ def test_a_name_elsewhere_is_of_one_key_and_not_ours() -> None:
         names += group.split()
     assert sorted(set(names)) == sorted(names)
     assert not set(names) & set(FIELDS)
+    for key, field in FIELDS.items():
+        for name in aliases_of(field):
+            assert nearest_key(name, FIELDS) == f"; did you mean {key}?"
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,9 @@ KEYS_ELSEWHERE = {
 _MEANINGS = {key: meaning for keys, meaning in KEYS_ELSEWHERE.items() for key in keys.split()}
 
 _OTHER_PARALLELISM = re.compile(
-    "(tensor|pipeline|context|sequence|expert)(_model)?_parallel.*|(tp|pp|cp|ep)(_size|_degree)?"
+    "(tensor|pipeline|expert)(_model)?_parallel.*|sequence_parallel|(tp|pp|ep)(_size|_degree)?"
 )
-_NO_PARALLELISM = "tensor, pipeline, context and expert parallelism are not supported"
+_NO_PARALLELISM = "tensor, pipeline and expert parallelism are not supported"
 
 _SECTION = re.compile(
     "^(hyperparameters|job|train|training|data|model|optim|optimizer|lr_scheduler|parallelism"
