@@ -271,9 +271,8 @@ def load_checkpoint(
     for candidate in candidates:
         try:
             with checkpointer.open(candidate, parts) as saved:
-                is_fork = run_info.trial_id is not None and (
-                    saved.manifest.trial_id != run_info.trial_id
-                )
+                is_others = saved.manifest.trial_id != run_info.trial_id
+                is_fork = run_info.trial_id is not None and is_others and not plan.branches
                 if plan.resume_candidates and not is_fork:
                     return _resume_from(
                         candidate, saved, checkpointer, state, run_info, plan.branches, log
@@ -360,7 +359,8 @@ def _resume_from(
     if len(parts["spikes"]) > 0 and not has_window:  # `skip_spikes` is new
         del parts["spikes"]
     saved.read_into(parts)
-    checkpointer.add_saved(location, manifest)
+    if not branches:  # else it is another run's, and not to be deleted by this one
+        checkpointer.add_saved(location, manifest)
     log(f"resumed from checkpoint {location.name}, step {manifest.step}")
     if jump is not None:
         log(jump)

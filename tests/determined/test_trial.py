@@ -250,6 +250,19 @@ def test_trial_that_starts_at_step_0_says_why(master: Master, tmp_path: Path) ->
         assert "Determined passes no checkpoint" not in started.log
 
 
+@pytest.mark.slow
+def test_trial_resumes_from_the_checkpoint_that_it_names(master: Master, tmp_path: Path) -> None:
+    trial.submit(master, trial.experiment(max_steps=3), tmp_path / "cli")
+    trial.run(master, folder=tmp_path)
+    (checkpoint,) = master.checkpoints
+    named = {"resume": checkpoint["uuid"], "max_steps": 6, "keep_checkpoints": 1}
+    hyperparameters = master.experiment["hyperparameters"] | named
+    resumed = trial.run(master, 2, folder=tmp_path, hyperparameters=hyperparameters)
+    assert f"resumed from checkpoint {checkpoint['uuid']}, step 3\n" in resumed.log
+    assert sorted(losses(master)) == [3, 6]
+    assert checkpoint["state"] == "STATE_COMPLETED"  # it is the other trial's to delete
+
+
 # ---- search
 
 POINT = {"lr": 1.0e-2, "n_layers": 2, "weight_decay": 0.1}
