@@ -169,7 +169,7 @@ def combine_metrics(
         if len(values) == len(of_each):
             metrics[name] = fmean(values)
         if name == "loss" and has_perplexity(sets):
-            metrics["perplexity"] = math.exp(min(metrics["loss"], 700))  # a finite float
+            metrics["perplexity"] = math.exp(min(metrics["loss"], 100))  # as large as is read
     for validation_set, of_set in zip(sets, of_each, strict=True):
         if validation_set.name is not None:
             for name, value in of_set.items():

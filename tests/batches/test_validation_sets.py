@@ -8,17 +8,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lm.checkpoint.manifest import read_manifest
 from lm.config.reading import read_hyperparameters
-from lm.data.dataset import ValidationSet, validation_metric_names
+from lm.data.dataset import ValidationSet, combine_metrics, validation_metric_names
 from lm.data.loader import Loader
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.validation import ValidationSums
+from lm.data.windows import WindowDataset
 from lm.errors import ConfigError
 from lm.launch.launch import Launch
+from lm.metrics.records import Report
 from lm.runtime.rendezvous import join_world
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
@@ -88,6 +91,12 @@ def test_validation_metrics_are_means_over_the_sets(tmp_path: Path) -> None:
     of_sets = (metrics["bits_per_byte_wiki"], metrics["bits_per_byte_code"])
     assert metrics["bits_per_byte"] == sum(of_sets) / 2
     assert set(metrics) == set(validation_metric_names(data.validation, has_text=True))
+
+
+def test_validation_of_a_diverged_run_is_read() -> None:
+    sets = [ValidationSet(None, WindowDataset(np.arange(SEQ_LEN + 1), SEQ_LEN))]
+    metrics = combine_metrics(sets, [{"loss": 5000.0}])
+    Report.model_validate({"group": "validation", "step": 1, "time": 0.0, **metrics})
 
 
 def test_validation_limits_each_set_to_validation_batches(tmp_path: Path) -> None:
