@@ -362,7 +362,10 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFile) -> Tokeniz
     tokenizer = load_tokenizer(name)
     if tokenizer.identity != identity:
         problem = f"{name} is not the tokenizer that the token files were made with ({identity})"
-        raise ConfigError(f"tokenizer: {problem}; use that one, with its version of tokenizers")
+        remedy = "remove tokenizer: the directory has its own"
+        if not config.tokenizer:
+            remedy = "install the version of tokenizers that it was made with, or prepare it again"
+        raise ConfigError(f"tokenizer: {problem}; {remedy}")
     return tokenizer
 
 

@@ -186,5 +186,5 @@ def open_token_files(
         max_id = file.index.max_id
         if vocab_size is not None and max_id >= vocab_size:
             problem = f"id {max_id} is not less than vocab_size {vocab_size}"
-            raise ConfigError(f"{file.path}: {problem}; set it to {file.index.vocab_size}")
+            raise ConfigError(f"{file.path}: {problem}; use vocab_size={file.index.vocab_size}")
     return opened

@@ -135,7 +135,9 @@ def test_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     ids[37] = 256
     write(tmp_path, ids)
     assert len(open_train(tmp_path, vocab_size=257)) == 100
-    with pytest.raises(ConfigError, match=r"train.bin: id 256 .*vocab_size 256; set it to 257"):
+    with pytest.raises(
+        ConfigError, match=r"train.bin: id 256 .*vocab_size 256; use vocab_size=257"
+    ):
         open_train(tmp_path, vocab_size=256)
 
 
