@@ -46,6 +46,7 @@ from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
 from lm.errors import ConfigError, command
 from lm.fileio import write_durably
 from lm.launch.process import run_and_exit
+from lm.model_config import MAX_SIZE
 from lm.storage.cache import checksum, describe_files, file_states
 from lm.storage.folder import drafted, read_manifest, write_manifest, writing
 from lm.transformers_config import Kernels
@@ -279,9 +280,9 @@ def _find_problems(args: argparse.Namespace) -> list[str]:
         problems.append("INPUT: missing; pass files, directories or globs")
     if (args.tokenizer is None) == (n_tokens is None):
         problems.append("--tokenizer: pass either --tokenizer or --train-tokenizer")
-    if n_tokens is not None and n_tokens < 257:
-        least = f"257 (256 bytes and {END_OF_TEXT})"
-        problems.append(f"--train-tokenizer: {n_tokens} is less than {least}")
+    if n_tokens is not None and not 257 <= n_tokens <= MAX_SIZE:
+        allowed = f"from 257 (256 bytes and {END_OF_TEXT}) to {MAX_SIZE}"
+        problems.append(f"--train-tokenizer: {n_tokens} is not {allowed}")
     if not 0 <= fraction < 1:
         problems.append(f"--validation-fraction: {fraction:g} is not at least 0 and below 1")
     if args.split is not None and len(args.input) != 1:

@@ -593,9 +593,10 @@ def test_prepare_reports_all_problems_of_the_command_line(
         "--validation-fraction",
     ]
     assert [line.split(":")[0] for line in errors.splitlines()] == names
-    assert "--train-tokenizer: 256 is less than 257 " in errors
+    assert "--train-tokenizer: 256 is not from 257 " in errors
     for arguments, names in (
         ((), ["--tokenizer"]),
+        (("--train-tokenizer", 10**11), ["--train-tokenizer"]),
         (("--tokenizer", "bytes", "--train-tokenizer", 0), ["--tokenizer", "--train-tokenizer"]),
         (("--tokenizer", "bytes", "--split", "train", "--format", "csv"), ["--format"]),
         (("--tokenizer", "bytes", "--hf-config", "en"), ["--hf-config"]),
