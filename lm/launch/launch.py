@@ -182,12 +182,16 @@ def restart_ids(env: Mapping[str, str]) -> dict[str, str]:
 def exit_code_of_stop(env: Mapping[str, str]) -> int:
     """Return the exit code of a run that stopped before its last step.
 
-    It is 0, or 75 if RESTART_WHEN_STOPPED is set: Kubernetes and SkyPilot start a job again only if
+    It is 0, or 75 if RESTART_WHEN_STOPPED is 1: Kubernetes and SkyPilot start a job again only if
     it failed.
+
+    Raises:
+        ConfigError: it is set to something else.
     """
-    if env.get("RESTART_WHEN_STOPPED"):
-        return 75
-    return 0
+    value = env.get("RESTART_WHEN_STOPPED", "")
+    if value not in ("", "1"):
+        raise ConfigError(f"RESTART_WHEN_STOPPED: {value} is not 1; set it to 1, or unset it")
+    return 75 if value else 0
 
 
 def is_thread_count_set() -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from lm.errors import ConfigError
 from lm.launch import machine
 from lm.launch.console import record_error
-from lm.launch.launch import Launch, is_rank0, launcher_pid, restart_ids
+from lm.launch.launch import Launch, exit_code_of_stop, is_rank0, launcher_pid, restart_ids
 from lm.launch.machine import has_gpu
 from lm.launch.requirements import check_requirements
 from lm.launch.signals import STOP_SIGNALS
@@ -720,3 +720,10 @@ def test_script_runs_without_its_directory_in_the_path(option: str, tmp_path: Pa
     command = [sys.executable, option, str(REPOSITORY / "fsdp.py"), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_restart_when_stopped_is_1_or_unset() -> None:
+    assert exit_code_of_stop({}) == 0
+    assert exit_code_of_stop({"RESTART_WHEN_STOPPED": "1"}) == 75
+    with pytest.raises(ConfigError, match=r"^RESTART_WHEN_STOPPED: 0 "):
+        exit_code_of_stop({"RESTART_WHEN_STOPPED": "0"})
