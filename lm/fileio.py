@@ -122,14 +122,20 @@ def choose_compiler_cache() -> None:
 
     Its default is in /tmp, for whoever comes first. It sets the variable to it when it is imported.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        cache.mkdir(mode=0o700, exist_ok=True)
-        stranger = find_stranger(cache, os.getuid())
-        if stranger is not None:
-            remedy = "set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
-            raise ConfigError(f"{cache}: {stranger}; {remedy}")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    remedy = "set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        try:
+            cache.mkdir(parents=True, exist_ok=True)  # PyTorch does it when it is imported
+        except OSError as error:
+            raise ConfigError(f"{cache}: {error.strerror}; {remedy}") from None
+        return
+    cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    cache.mkdir(mode=0o700, exist_ok=True)
+    stranger = find_stranger(cache, os.getuid())
+    if stranger is not None:
+        raise ConfigError(f"{cache}: {stranger}; {remedy}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

@@ -338,6 +338,16 @@ def test_compiled_code_is_kept_where_no_other_user_can_write(kind: str, private:
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
+def test_compiler_cache_that_is_no_directory_is_one_line(tmp_path: Path) -> None:
+    cache = tmp_path / "file"
+    cache.touch()
+    command = [sys.executable, "-c", START, "--config", str(REPOSITORY / "config.yaml")]
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"{cache}: ")
+
+
 @pytest.mark.parametrize(
     "command",
     [
