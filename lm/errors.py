@@ -243,6 +243,11 @@ def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether it is that of a library in Rust that panicked, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def error_text(error: BaseException) -> str:
     """Return what a library's error, or its cause, says in one line, or else its type."""
     cause = error.__cause__ or error

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, is_panic
 from lm.fileio import MAX_JSON_BYTES
 from lm.storage.folder import DRAFT, MANIFEST
 
@@ -223,6 +223,12 @@ class Bucket:
             raise FileExistsError(_describe(error)) from None
         except (BaseError, OSError) as error:
             raise self._our_error(action, error) from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            problem = f"{self.url}: {action} failed ({_describe(error)})"
+            remedy = "set AWS_ENDPOINT_URL to a URL, e.g. https://HOST:PORT"
+            raise ConfigError(f"{problem}; {remedy}") from None
 
     def _our_error(self, action: str, error: Exception) -> Exception:
         reason = _describe(error)
@@ -241,7 +247,7 @@ class Bucket:
         return RunError(f"{problem}, also when retried for {duration}; {remedy}")
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Return what an error says, in one line, without queries of URLs, which have signatures."""
     reason = str(error).partition("\n\nDebug source:")[0]
     reason = re.sub(r"\?\S+", "", reason)

@@ -889,3 +889,10 @@ def test_checkpoint_storage_on_a_cluster_is_the_platforms() -> None:
 def test_soak_on_changing_machines(s3: str, tmp_path: Path) -> None:
     lost = soak(tmp_path, 3, seed=2, ranks=1, storage=s3, in_operations=False)
     assert sum(map(len, lost.values())) == 3
+
+
+def test_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.setenv(name, "a")
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
+        bucket.Bucket("s3://bucket/run").read("state.json")

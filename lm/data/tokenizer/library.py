@@ -18,7 +18,7 @@ from lm.data.tokenizer.files import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
 )
-from lm.errors import ConfigError, error_text
+from lm.errors import ConfigError, error_text, is_panic
 
 _READ = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, CHAT_TEMPLATE)
 """files that decide what a tokenizer does"""
@@ -55,8 +55,7 @@ class Library:
         try:
             yield
         except BaseException as error:  # they raise nothing narrower than Exception
-            is_panic = type(error).__name__ == "PanicException"  # which is no Exception
-            if not isinstance(error, Exception) and not is_panic:
+            if not isinstance(error, Exception) and not is_panic(error):
                 raise
             problem = f"transformers cannot use it: {error_text(error)}"
             raise self.error(f"{problem}; correct its files, or use another") from None
