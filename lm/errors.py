@@ -101,7 +101,7 @@ class RunError(Exception):
     exit_code = 1
 
     def __init__(self, *problems: str, rank_local: bool = False) -> None:
-        self.problems = tuple(make_printable(problem) for problem in problems)
+        self.problems = tuple(make_printable(problem).replace("\n", "\\n") for problem in problems)
         self.rank_local = rank_local
         super().__init__(*self.problems)
 

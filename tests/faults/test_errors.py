@@ -117,8 +117,9 @@ def test_paths_of_commands_can_start_with_the_home_directory(
         (prepare_main, [TOO_LONG, "--tokenizer", "bytes", "--out", "out"]),
         (hf_main.main, ["examine", TOO_LONG]),
         (hf_main.main, ["export", TOO_LONG, "out"]),
+        (generate.main, ["two\nlines", "--prompt", "a"]),
     ],
-    ids=["list", "verify", "generate", "prepare", "examine", "export"],
+    ids=["list", "verify", "generate", "prepare", "examine", "export", "newline"],
 )
 def test_command_exits_with_2_and_one_line(
     main: Callable[[list[str]], int],
