@@ -18,11 +18,9 @@ import pytest
 from tests.support import PATIENCE, REPOSITORY
 from tests.support.hyperparameters import REQUEUED_RUN
 from tests.support.runs import (
-    FAIL_IN_STEP_8,
     checkpoints_by_step,
     read_exact_metrics,
     run_fsdp,
-    write_script,
 )
 
 ENDLESS = "max_steps=1000000"
@@ -140,6 +138,7 @@ def test_pbs_job_stopped_at_the_walltime_resumes_exactly(
 @needs(MPICH)
 def test_pbs_signal_during_startup_stops_the_ranks_later(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
+    (tmp_path / "nodes").write_text("localhost\n")
     queue.walltime("00:00:30")
     errors = (
         "job 1.pbs: the run stops after its first step, because it stops 300 s (lead) before the "
@@ -170,33 +169,21 @@ def test_pbs_signals_ranks_on_the_first_node_only(
     assert [path.name for path in tmp_path.iterdir()] == ([str(process.pid)] if signaled else [])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("printed", "code", "says_why"),
+    [("", 1, True), ("checkpoint  step 1", 2, False)],
+    ids=["fails before its checkpoint", "diverges after it"],
+)
 @needs(OPEN_MPI)
-def test_pbs_job_without_a_checkpoint_submits_no_other(tmp_path: Path) -> None:
-    queue = Queue(tmp_path)
-    (tmp_path / "nodes").write_text("localhost\n")
-    queue.script(
-        "python", f'shift; exec {sys.executable} {write_script(tmp_path, FAIL_IN_STEP_8)} "$@"'
-    )
-    code, log = queue.job(1, OPEN_MPI, "", PYTHON=str(tmp_path / "bin" / "python"))
-    assert code == 1, log
-    assert log.splitlines()[-1].startswith("job 1.pbs: no follow-up job: ")
-    assert not (tmp_path / "submitted").exists()
-    assert not checkpoints_by_step(tmp_path)
-
-
-@pytest.mark.slow
-@needs(OPEN_MPI)
-def test_pbs_job_that_diverges_submits_no_other(
-    tmp_path: Path,
+def test_pbs_job_that_would_end_so_again_submits_no_other(
+    printed: str, code: int, says_why: bool, tmp_path: Path
 ) -> None:
     queue = Queue(tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
-    saves = "checkpoint_rate=1 async_checkpoint=false validation_rate=100"
-    code, log = queue.job(1, OPEN_MPI, f"lr=1e18 skip_nonfinite=2 report_rate=1 {saves}")
-    assert code == 2, log
-    assert checkpoints_by_step(tmp_path)
-    assert "skip_nonfinite" in log
+    queue.script("python", f"echo {printed}; exit {code}")
+    ended, log = queue.job(1, OPEN_MPI, "", PYTHON=str(tmp_path / "bin" / "python"))
+    assert ended == code, log
+    assert ("no follow-up job: " in log) is says_why
     assert not (tmp_path / "submitted").exists()
 
 

@@ -169,19 +169,3 @@ def checkpoints_by_step(folder: Path, name: str = "test") -> dict[int, Path]:
     manifests = (folder / "runs" / name / "checkpoints").glob("[!.]*/manifest.json")
     by_step = {json.loads(path.read_text())["step"]: path.parent for path in manifests}
     return dict(sorted(by_step.items()))
-
-
-FAIL_IN_STEP_8 = """
-from lm.errors import RunError
-from lm.data.loader import Loader
-
-training = Loader.training
-
-def fail(self, start):
-    for step, batch in enumerate(training(self, start), start):
-        if step == 7:
-            raise RunError("failed in step 8")
-        yield batch
-
-Loader.training = fail
-"""
