@@ -19,7 +19,7 @@ from lm.checkpoint.contents import verify
 from lm.checkpoint.headers import full_shape
 from lm.checkpoint.layout import model_of
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import WEIGHTS, Base, Manifest, read_manifest
+from lm.checkpoint.manifest import MANIFEST, WEIGHTS, Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import (
     Source,
     read_into,
@@ -72,7 +72,8 @@ def export_model(
     Args:
         dtype: one of `WEIGHT_DTYPES`; None = float32, or for a model of transformers that of each
             tensor of `init_from`.
-        base_dir: see `open_base`; of adapters alone, only its config.json is read.
+        base_dir: see `open_base`; of adapters alone, only its config.json is read. Of a class of
+            transformers trained from a checkpoint, the directory whose other files are copied.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
             merged.
 
@@ -185,23 +186,25 @@ def _export_of_class(
         source = manifest.base.source
     opened = _find_original(str(base_dir or source))
     _require_trained_model(config, opened)
+    weights_dir = directory
     if manifest.base is not None:
-        open_base(manifest.base, opened)
+        is_checkpoint = (Path(manifest.base.source) / MANIFEST).exists()
+        weights_dir = open_base(manifest.base, None if is_checkpoint else opened)
     class_weights = open_weights(opened)
-    base: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     sources: dict[str, Source] = {}
-    if adapters is not None:
-        base = class_weights.load()
+    if weights_dir == opened:
+        tensors = class_weights.load()
     else:
-        sources = find_weights(directory, config)
+        sources = find_weights(weights_dir, config)
 
     def get_tensor(name: str) -> Tensor:
-        if adapters is None:
-            return _read(sources[f"{NETWORK}.{name}"])
-        if not base[name].is_floating_point():
-            return base[name]
-        tensor = base[name].to(torch.float32, copy=True)
-        adapters.merge(f"{NETWORK}.{name}", tensor)
+        our_name = f"{NETWORK}.{name}"
+        tensor = _read(sources[our_name]) if sources else tensors[name]
+        if adapters is None or not tensor.is_floating_point():
+            return tensor
+        tensor = tensor.to(torch.float32, copy=True)
+        adapters.merge(our_name, tensor)
         return tensor
 
     tokenizer = _load_tokenizer(directory, manifest)

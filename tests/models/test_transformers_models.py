@@ -561,6 +561,29 @@ def train_adapters(
 
 
 @pytest.mark.slow
+def test_adapters_on_a_checkpoint_of_a_class_are_exported_with_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--base names the directory whose files are copied."""
+    source = tmp_path / "source"
+    save_model("llama", source)
+    monkeypatch.chdir(tmp_path)
+    first = settings(source, run_name="first", max_steps=1, validation_rate=1, lr=3e-2)
+    in_world(lambda world: train_in_world(world, first))
+    checkpoint, _ = train_adapters(Path("runs/first"), tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=r"no Hugging Face model.*--base"):
+        export.export_model(checkpoint, tmp_path / "out")
+    export.export_model(checkpoint, tmp_path / "out", base_dir=source)
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        ours = load_trained_model(checkpoint, torch.device("cpu"))(tokens)
+        exported = load_reference(tmp_path / "out").eval()(tokens).logits
+        before = load_reference(source).eval()(tokens).logits
+    torch.testing.assert_close(exported, ours, rtol=1e-5, atol=1e-5)
+    assert (exported - before).abs().max() > 1e-2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
