@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 
@@ -93,6 +93,7 @@ class ValidationSet(NamedTuple):
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+@with_config(ConfigDict(extra="forbid"))
 class StreamPosition(TypedDict, total=False):
     """Where a stream is, e.g. where the window starts that is read next; {} = its start."""
 

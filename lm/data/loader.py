@@ -21,7 +21,6 @@ from lm.context import ALONE, ContextGroup
 from lm.data.config import DataConfig
 from lm.data.dataset import Dataset, Sample, SampleBatch, StreamPosition, StreamState
 from lm.data.run_data import Data
-from lm.errors import ConfigError
 from lm.model_config import IGNORE_INDEX
 from lm.runtime.world import World
 
@@ -317,16 +316,10 @@ def resume_streams(
     Args:
         saved: states of all data-parallel ranks that saved.
         workers: streams of each rank.
-
-    Raises:
-        ConfigError: the positions are those of an earlier version, which would be read otherwise.
     """
     streams: list[StreamPosition] = []
     for state in saved:
         streams.extend(state.streams)
-    if any("block" in stream and "documents" not in stream for stream in streams):
-        problem = "the checkpoint has positions of streams as an earlier version counts them"
-        raise ConfigError(f"resume: {problem}; use that version, or resume=fresh or init_from")
     n_streams = dp_size * workers
     if len(streams) == n_streams:
         first = dp_rank * workers

@@ -21,7 +21,7 @@ import torch
 import zstandard
 from datasets import Dataset, DatasetDict
 from pyarrow import ipc
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from lm.data.dataset import StreamPosition, StreamState, ValidationSet
 from lm.data.loader import Loader, resume_streams
@@ -282,13 +282,11 @@ def test_data_workers_resume_with_another_number(folder: Path, by_one: Taken) ->
         assert read - 3 < state.streams[0].get("skip", 0) * workers <= read
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_positions_of_an_earlier_version_are_refused(workers: int) -> None:
+def test_positions_of_an_earlier_version_are_refused() -> None:
     """They have the number of a document, and a token of it, which would be one of the block."""
     earlier = {"block": 1, "read": 8192, "dataset": None, "digest": "", "document": 5, "token": 3}
-    state = TypeAdapter(StreamState).validate_python({"streams": [earlier]})
-    with pytest.raises(ConfigError, match="resume=fresh"):
-        resume_streams([state], dp_rank=0, dp_size=1, workers=workers)
+    with pytest.raises(ValidationError, match="document"):
+        TypeAdapter(StreamState).validate_python({"streams": [earlier]})
 
 
 @pytest.mark.slow
