@@ -125,9 +125,9 @@ def train_together(job: Job, world: World) -> int:
     anything else   a bug: ends the process with a traceback
 
     If a rank fails, the others end with its error as soon as they wait for it. If a rank hangs,
-    those that wait for it longer than `collective_timeout` name it and end, and it prints the
-    stacks of its threads. An error saves nothing: the next start resumes from the newest complete
-    checkpoint.
+    each that waits for it longer than `collective_timeout` prints an error that names it, and ends;
+    the one that hangs prints the stacks of its threads. An error saves nothing: the next start
+    resumes from the newest complete checkpoint.
     """
     watchdog = Watchdog(
         world.rendezvous_store, world.rank, world.size, job.hp.run.collective_timeout
@@ -286,7 +286,7 @@ class Trainer:
         self.scaler = precision.LossScaler(run.amp_dtype, world.device)
         self.spikes = skipping.SpikeFilter(hp.skipping, world.device)
         # The ranks that compute the same sequences, each a part of their tokens.
-        self.context_group = world.context_group(hp.parallel.context_parallel)
+        context_group = world.context_group(hp.parallel.context_parallel)
         # Global batch k holds the same samples on any number of ranks, each of which reads its
         # slice. Only streams (`dataset: hf`) are divided otherwise on another number of ranks:
         # each data worker resumes after its share of the documents that were read.
@@ -294,10 +294,10 @@ class Trainer:
             hp.data,
             run.data,
             run.global_batch_size,
-            dp_rank=world.rank // self.context_group.size,
-            dp_size=world.size // self.context_group.size,
+            dp_rank=world.rank // context_group.size,
+            dp_size=world.size // context_group.size,
             device=world.device,
-            context_group=self.context_group,
+            context_group=context_group,
         )
         self.objective: Objective = NextToken()
         if hp.objective.of_pairs:
@@ -476,7 +476,7 @@ class Trainer:
                 self.log_training()
             self.evaluate()
             self.stop_where_configured()
-            if self.stopping or self.is_due_or_last(self.hp.checkpoint.checkpoint_rate):
+            if self.is_save_due():
                 ends_here = self.stopping or self.step == self.run.max_steps
                 self.save(wait=ends_here or not self.hp.checkpoint.async_checkpoint)
 
@@ -574,6 +574,10 @@ class Trainer:
             return True
         return self.step > 0 and self.step % rate == 0
 
+    def is_save_due(self) -> bool:
+        """Return whether this step is to be saved: by `checkpoint_rate`, or as the run ends."""
+        return self.stopping or self.is_due_or_last(self.hp.checkpoint.checkpoint_rate)
+
     def evaluate_at_start(self) -> None:
         """Evaluate, before the first step of the session, what is due and was not done before.
 
@@ -584,8 +588,7 @@ class Trainer:
         before = self.validation_loss, self.sampled
         self.evaluate()
         has_evaluated = (self.validation_loss, self.sampled) != before
-        is_due = self.stopping or self.is_due_or_last(self.hp.checkpoint.checkpoint_rate)
-        if has_evaluated and is_due:
+        if has_evaluated and self.is_save_due():
             self.save(wait=True)
 
     def log_training(self) -> None:
@@ -606,9 +609,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Validate and sample where that is due and not yet done, unless the run is stopping."""
         is_validated = self.validation_loss is not None
-        if not self.stopping and not is_validated and self.is_due_or_last(self.run.validation_rate):
+        if self.is_due_or_last(self.run.validation_rate) and not (is_validated or self.stopping):
             self.validate()
-        if not self.stopping and not self.sampled and self.is_due_or_last(self.run.sample_rate):
+        if self.is_due_or_last(self.run.sample_rate) and not (self.sampled or self.stopping):
             self.sample()
 
     def validate(self) -> None:

@@ -44,8 +44,8 @@ class ContextGroup:
 
     def own_indices(self, length: int) -> NDArray[np.int64]:
         """Return where this rank's tokens are in sequences of `length`, a multiple of 2 N."""
-        pieces = np.arange(length).reshape(2 * self.size, -1)
-        return pieces[[self.rank, -1 - self.rank]].flatten()
+        pieces = np.split(np.arange(length), 2 * self.size)
+        return np.concatenate([pieces[self.rank], pieces[-1 - self.rank]])
 
     def part(self, indices: Tensor) -> SequencePart:
         """Return the part of sequences that this rank has, at `indices` `(B, T)`."""
@@ -84,8 +84,9 @@ def new_context_group(
 
 def gather_tokens(x: Tensor, group: str, size: int) -> Tensor:
     """Return the `(B, G, S, K)` of complete sequences from the `(B, G, T, K)` of each rank."""
-    everyone = _collectives.all_gather_into_tensor(x.contiguous(), size, group)
-    return join_parts(_collectives.wait_tensor(everyone).unflatten(0, (size, -1)))
+    gathered = _collectives.all_gather_into_tensor(x.contiguous(), size, group)
+    parts = _collectives.wait_tensor(gathered).unflatten(0, (size, -1))  # N B G T K
+    return join_parts(parts)
 
 
 def exchange(x: Tensor, group: str) -> Tensor:
@@ -100,21 +101,26 @@ def gather_rows(x: Tensor, size: int) -> Tensor:
 
     With it one process computes what a group does.
     """
-    return join_parts(x.unflatten(0, (size, -1))).repeat(size, 1, 1, 1)
+    complete = join_parts(x.unflatten(0, (size, -1)))
+    return complete.repeat(size, 1, 1, 1)
 
 
 def exchange_rows(x: Tensor) -> Tensor:
     """Return what `exchange` does, of rows that stand for ranks: `(N, N B, ...)`."""
-    return x.unflatten(1, (len(x), -1)).transpose(0, 1).flatten(1, 2)
+    by_receiver = x.unflatten(1, (len(x), -1))  # N of receivers, N of senders, B ...
+    by_sender = by_receiver.transpose(0, 1)
+    return by_sender.flatten(1, 2)
 
 
 def join_parts(parts: Tensor) -> Tensor:
     """Return the `(B, G, S, K)` of complete sequences from the `(N, B, G, T, K)` of all ranks."""
-    first, second = parts.chunk(2, dim=3)
-    return torch.cat([*first, *second.flip(0)], dim=2)
+    first, second = parts.chunk(2, dim=3)  # N B G T/2 K, of rank r the pieces r and 2 N - 1 - r
+    in_order = [*first, *second.flip(0)]
+    return torch.cat(in_order, dim=2)
 
 
 def split_parts(x: Tensor, size: int) -> Tensor:
     """Return the `(N, B, G, T, K)` of all ranks from the `(B, G, S, K)` of complete sequences."""
-    first, second = x.unflatten(2, (2, size, -1)).unbind(2)  # B G N T/2 K
-    return torch.cat([first, second.flip(2)], dim=3).movedim(2, 0)
+    first, second = x.unflatten(2, (2, size, -1)).unbind(2)  # B G N T/2 K, halves of the pieces
+    parts = torch.cat([first, second.flip(2)], dim=3)  # B G N T K
+    return parts.movedim(2, 0)

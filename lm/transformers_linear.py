@@ -54,21 +54,25 @@ def apply_rule(
         query = query.repeat_interleave(repeats, dim=2)
         key = key.repeat_interleave(repeats, dim=2)
 
-    def exchange_tokens(x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, -x.shape[2] % size))  # heads of zeros
-        shares = torch.stack(x.transpose(1, 2).chunk(size, dim=1))  # N B H/N T K
-        return join_parts(part.exchange(shares)).transpose(1, 2)
+    def exchange_tokens(x: Tensor) -> Tensor:  # B T H K -> B S H/N K
+        n_missing = -x.shape[2] % size
+        x = F.pad(x, (0, 0, 0, n_missing)).transpose(1, 2)  # with heads of zeros
+        for_ranks = torch.stack(x.chunk(size, dim=1))  # N B H/N T K
+        of_ranks = part.exchange(for_ranks)  # N B H/N T K, of the same heads
+        return join_parts(of_ranks).transpose(1, 2)
 
-    complete = gated_delta_rule(
+    output = gated_delta_rule(
         exchange_tokens(query),
         exchange_tokens(key),
         exchange_tokens(value),
         exchange_tokens(g[..., None])[..., 0],
         exchange_tokens(beta[..., None])[..., 0],
         document_ids,
-    )
-    shares = part.exchange(split_parts(complete.transpose(1, 2), size))  # N B H/N T V
-    return shares.movedim(0, 1).flatten(1, 2).transpose(1, 2)[:, :, :heads]
+    )  # B S H/N V
+    for_ranks = split_parts(output.transpose(1, 2), size)  # N B H/N T V
+    of_ranks = part.exchange(for_ranks)  # N B H/N T V, of the same tokens
+    all_heads = of_ranks.movedim(0, 1).flatten(1, 2)  # B H T V
+    return all_heads.transpose(1, 2)[:, :, :heads]  # without those of zeros
 
 
 def convolve(x: Tensor, weight: Tensor, document_ids: Tensor, part: SequencePart | None) -> Tensor:
@@ -83,23 +87,27 @@ def convolve(x: Tensor, weight: Tensor, document_ids: Tensor, part: SequencePart
     """
     if part is None:
         return causal_convolution(x, weight, document_ids)
-    reach = weight.shape[1] - 1
+    reach = weight.shape[1] - 1  # K-1 tokens, on which an output depends besides its own
     pieces = x.unflatten(2, (2, -1))  # B D 2 T/2
     length = pieces.shape[3]
-    extended = reach + length
-    ends = pieces[..., -reach:]  # B D 2 K-1, or the complete pieces, if these are shorter
-    columns = ends.flatten(2)[..., None]
-    all_ends = part.gather(columns)[..., 0]
-    # What precedes each piece, with zeros before the sequence.
-    before = F.pad(all_ends, (reach, 0)).unfold(2, reach, ends.shape[3])  # B D 2N+1 K-1
-    ids = F.pad(document_ids, (reach, 0), value=-1).unfold(1, extended, length)  # B 2N K-1+T/2
-    numbers = part.indices[:, ::length, None] // length  # B 2 1, of the pieces
-    own_ids = ids.gather(1, numbers.expand(-1, -1, extended))
-    own_before = before.gather(2, numbers[:, None].expand(-1, x.shape[1], -1, reach))
-    inputs = torch.cat([own_before, pieces], dim=3).transpose(1, 2)  # B 2 D K-1+T/2
-    outputs = causal_convolution(inputs.flatten(0, 1), weight, own_ids.flatten(0, 1))
-    own_outputs = outputs[..., reach:].unflatten(0, (-1, 2))  # B 2 D T/2
-    return own_outputs.transpose(1, 2).flatten(2)
+    numbers = part.indices[:, ::length] // length  # B 2, of the pieces in the sequence
+
+    # The tokens before each piece are the end of the one before it, and of several if pieces are
+    # shorter than K-1. Before the sequence are zeros, of no document.
+    ends = pieces[..., -reach:]  # B D 2 E
+    n_ends = ends.shape[3]
+    all_ends = part.gather(ends.flatten(2)[..., None])[..., 0]  # B D 2NE
+    before_pieces = F.pad(all_ends, (reach, 0)).unfold(2, reach, n_ends)  # B D 2N+1 K-1
+    before = torch.take_along_dim(before_pieces, numbers[:, None, :, None], dim=2)  # B D 2 K-1
+    extended = torch.cat([before, pieces], dim=3).transpose(1, 2)  # B 2 D K-1+T/2
+
+    padded_ids = F.pad(document_ids, (reach, 0), value=-1)
+    ids_of_pieces = padded_ids.unfold(1, reach + length, length)  # B 2N K-1+T/2
+    ids = torch.take_along_dim(ids_of_pieces, numbers[..., None], dim=1)  # B 2 K-1+T/2
+
+    outputs = causal_convolution(extended.flatten(0, 1), weight, ids.flatten(0, 1))
+    of_pieces = outputs[..., reach:].unflatten(0, (-1, 2))  # B 2 D T/2
+    return of_pieces.transpose(1, 2).flatten(2)
 
 
 def rule_by_fla(

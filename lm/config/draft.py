@@ -72,6 +72,7 @@ def read_draft(
     for override in overrides:
         _apply_override(draft, override)
     _drop_replaced(draft, name)
+    _drop_unread(draft, name)
     _refuse_keys_of_transformers(draft)
     _resolve_search(draft)
     _apply_max_length(draft, contents, name, lines)
@@ -134,36 +135,47 @@ def _parse_override(key: str, text: str) -> Any:
     if key in FIELDS:
         annotation = FIELDS[key].annotation
         types = [annotation, *get_args(annotation)]
-    is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
-    if str in types and not is_mapping:
-        is_null = text == "null" and type(None) in types
-        if re.fullmatch(r"\"[^\"\\]*\"|'[^']*'", text):
-            return text[1:-1]
-        return None if is_null else text
+    accepts_mapping = any(get_origin(kind) is dict for kind in types)
+    is_mapping = accepts_mapping and text.startswith("{")
+    if str not in types or is_mapping:
+        return _parse_yaml(text)
+    if re.fullmatch(r"\"[^\"\\]*\"|'[^']*'", text):
+        return text[1:-1]
+    if text == "null" and type(None) in types:
+        return None
+    return text
+
+
+def _parse_yaml(text: str) -> Any:
+    """Return the value of the YAML `text`, or if it is none, the text itself."""
     if not text.strip():
         return ""
     from lm import strict_yaml
 
     try:
         value, _ = strict_yaml.parse_yaml(text.strip(), "")
-        return value
     except ConfigError:
         return text
+    return value
 
 
 def _drop_replaced(draft: Draft, name: str) -> None:
-    """Drop what the config sets and a key on the command line replaces, or leaves unread."""
+    """Drop what the config sets and a key on the command line replaces."""
     if "model" in draft.arguments:
-        shape = set(draft.preset)
+        replaced = set(draft.preset)
         if "d_model" in draft.preset:  # of one size, so nothing of another shape may remain
-            shape |= ModelConfig.model_fields.keys() - {"dropout"}
+            replaced |= ModelConfig.model_fields.keys() - {"dropout"}
         if draft.preset.get("positions") == "rope":  # else it is the size of a table
-            shape.discard("max_seq_len")
-        _drop(draft, shape, "model", name)
+            replaced.discard("max_seq_len")
+        _drop(draft, replaced, "model", name)
     for key, other in (("max_steps", "max_epochs"), ("max_epochs", "max_steps")):
         says_length = key in draft.arguments and draft.values[key] is not None
         if says_length and draft.values.get(other) is not None:
             _drop(draft, {other}, key, name)
+
+
+def _drop_unread(draft: Draft, name: str) -> None:
+    """Drop what the config sets and is not read with the value of a key on the command line."""
     for cause in sorted(draft.arguments):
         unread: list[str] = []
         for key, info in FIELDS.items():
@@ -174,8 +186,12 @@ def _drop_replaced(draft: Draft, name: str) -> None:
 
 
 def _drop(draft: Draft, keys: Collection[str], cause: str, name: str) -> None:
-    replaced = [key for key in draft.values if key in keys and key not in draft.arguments]
-    shown = [f"{key}: {show(draft.values.pop(key))}" for key in replaced]
+    """Drop those of `keys` that the config sets, and warn of it."""
+    shown: list[str] = []
+    for key in list(draft.values):
+        if key in keys and key not in draft.arguments:
+            value = draft.values.pop(key)
+            shown.append(f"{key}: {show(value)}")
     if shown:
         value = show(draft.values[cause]).strip('"')
         draft.warnings.append(f"{cause}={value} overrides {', '.join(shown)} of {name}")

@@ -114,7 +114,8 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
     for path in paths:
         name = format_of(path, override)
         if name != "text":
-            yield from _read_field(read_records(path, str(name), field), field)
+            for record in read_records(path, str(name), field):
+                yield from _read_field(record, field)
             continue
         document = Document("", None, str(path), is_file=True)
         text = Text(document, partial(read_text_blocks, path))
@@ -124,17 +125,17 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
 
 def read_dataset(where: str, split: str, name: str | None, field: str) -> Iterator[Text]:
     """Yield the documents of a dataset of the Hub, without empty ones; see `open_documents`."""
-    records = enumerate(read_once(where, "INPUT", split, name, field))
-    read = (Record(f"{where}: record {i}", record, len(str(record))) for i, record in records)
-    yield from _read_field(read, field)
+    for number, fields in enumerate(read_once(where, "INPUT", split, name, field)):
+        record = Record(f"{where}: record {number}", fields, len(str(fields)))
+        yield from _read_field(record, field)
 
 
-def _read_field(records: Iterable[Record], field: str) -> Iterator[Text]:
-    for record in records:
-        with error_prefix(record.place):
-            text = get_text(record.fields, field, "--text-field")
-        if text:
-            yield Text(Document("", record.size, record.place), partial(iter, (text,)))
+def _read_field(record: Record, field: str) -> Iterator[Text]:
+    """Yield the text of a record, unless it is empty."""
+    with error_prefix(record.place):
+        text = get_text(record.fields, field, "--text-field")
+    if text:
+        yield Text(Document("", record.size, record.place), partial(iter, (text,)))
 
 
 def read_ids(path: Path, vocab_size: int, eos_id: int) -> Iterator[TokenChunk]:

@@ -89,12 +89,11 @@ class RecordRenderer:
         rendered = self._render_messages(chat)
         if not self.completion_only:
             return RenderedRecord(rendered.text, None, is_chat=True)
-        is_target = [weights[i] != 0 and i >= n_prompt for i in replies]
-        if rendered.reply_spans is not None:
-            spans = _select_replies(rendered.reply_spans, is_target)
+        learned = [i for i in replies if i >= n_prompt and weights[i] != 0]
+        if rendered.reply_spans is None:
+            spans = [self._locate_reply(chat, rendered.text, i) for i in learned]
         else:
-            targets = itertools.compress(replies, is_target)
-            spans = [self._locate_reply(chat, rendered.text, i) for i in targets]
+            spans = _select_replies(rendered.reply_spans, [i in learned for i in replies])
         self._check_end_of_turn(chat, rendered.text, spans)
         return RenderedRecord(rendered.text, spans, is_chat=True)
 
@@ -178,15 +177,16 @@ class RecordRenderer:
 
     def _check_end_of_turn(self, chat: Chat, text: str, spans: Sequence[Span]) -> None:
         """Raise ConfigError if a target ends with what a reply says: the model would never stop."""
-        replies = [
-            message["content"].rpartition("</think>")[2].strip()  # a template may cut off thinking
-            for message in chat.messages[len(chat.prompt) :]
-            if message["role"] == "assistant" and "tool_calls" not in message
-        ]
+        replies: list[str] = []
+        for turn in chat.completion:
+            if turn.message["role"] == "assistant" and "tool_calls" not in turn.message:
+                _, _, said = turn.message["content"].rpartition("</think>")  # it may be cut off
+                replies.append(said.strip())
         for span in spans:
             target = text[span.start : span.stop]
+            in_target = [reply for reply in replies if reply in target]
             # A short one, such as ">", can also be in the end of turn of another.
-            reply = max((each for each in replies if each in target), key=len, default="")
+            reply = max(in_target, key=len, default="")
             if reply and not target.partition(reply)[2].strip():
                 template = self.tokenizer.find_template(chat.tools)
                 problem = "writes no end of turn that is a target, so that no reply would end"

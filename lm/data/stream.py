@@ -258,49 +258,48 @@ class TokenStream:
         """Yield the start of each block, and its documents in their order, epoch after epoch."""
         number = self.state.get("block", 0)
         n_read = self.state.get("read", 0)
-        dataset_state = self.state.get("dataset")
+        block_start = self.state.get("dataset")
         n_to_skip = self.state.get("skip", 0)
         saved_digest = self.state.get("digest")
         while True:
             # A dataset that loaded a state would start each epoch there: each epoch has a copy.
             documents = copy.deepcopy(self.documents)
-            if dataset_state is not None:
-                documents.load_state_dict(copy.deepcopy(dataset_state))
+            if block_start is not None:
+                documents.load_state_dict(copy.deepcopy(block_start))
             records = iter(documents)
             n_skipped = sum(1 for _ in itertools.islice(records, n_to_skip))
             if n_skipped > 0:
                 n_to_skip -= n_skipped
                 n_read += n_skipped
-                dataset_state = documents.state_dict()
-            is_epoch = dataset_state is None
-            first = list(itertools.islice(records, 1))
-            state_after_first = documents.state_dict()  # before it, the library has none
-            records = itertools.chain(first, records)
+                block_start = documents.state_dict()
+            is_complete_epoch = block_start is None
             has_text = False
+            first = list(itertools.islice(records, 1))
+            after_first = documents.state_dict()  # before it, the library has none
+            records = itertools.chain(first, records)
             while texts := self._read_texts(records, n_read):
                 has_text = has_text or any(texts)
                 digest = _digest(texts)
-                if saved_digest not in (None, digest):
+                if saved_digest is not None and digest != saved_digest:
                     raise ConfigError(_other_documents(n_read, len(texts)))
                 saved_digest = None
-                next_state = documents.state_dict()
-                stands = len(texts) > 1 and next_state == state_after_first
-                if stands or next_state == dataset_state:
+                block_end = documents.state_dict()
+                if block_end == block_start or (len(texts) > 1 and block_end == after_first):
                     raise ConfigError(_standing_position())
                 position: StreamPosition = {
                     "block": number,
                     "read": n_read,
-                    "dataset": dataset_state,
+                    "dataset": block_start,
                     "digest": digest,
                 }
                 yield position, self._shuffled(texts, number)
                 number += 1
                 n_read += len(texts)
-                dataset_state = next_state
-            if is_epoch and not has_text:
+                block_start = block_end
+            if is_complete_epoch and not has_text:
                 problem = "a worker's share of the dataset has no text"
                 raise ConfigError(f"data_workers: {problem}; lower data_workers, or add files")
-            dataset_state = None
+            block_start = None  # the next epoch starts at the first document
 
     def _read_texts(self, records: Iterator[Mapping[str, Any]], n_read: int) -> list[str]:
         block = itertools.islice(records, self.block_size)

@@ -41,12 +41,13 @@ class ValidationSums:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics over all ranks: means over the sets, then those of each named set."""
-        of_ranks = self._world.all_gather(self._sums).cpu()  # R, sets, sums
+        by_rank = self._world.all_gather(self._sums)  # R, sets, sums
+        by_sum = by_rank.permute(1, 2, 0).tolist()
         of_each: list[dict[str, float]] = []
-        for number, n_bytes in enumerate(self._n_bytes):
-            loss_sum, n_terms, *sums = map(math.fsum, of_ranks[:, number].T.tolist())
+        for sums_of_ranks, n_bytes in zip(by_sum, self._n_bytes, strict=True):
+            loss_sum, n_terms, *others = [math.fsum(values) for values in sums_of_ranks]
             of_set = {"loss": loss_sum / n_terms}
-            for name, its_sum in zip(self._names, sums, strict=True):
+            for name, its_sum in zip(self._names, others, strict=True):
                 of_set[name] = its_sum / n_terms
             if n_bytes > 0:
                 of_set["bits_per_byte"] = loss_sum / math.log(2) / n_bytes

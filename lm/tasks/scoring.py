@@ -83,16 +83,18 @@ class Scorer:
             ConfigError: some are inf or NaN.
         """
         own = {number: self._sum_targets(number) for number in self._scored}
-        scores_of_batches: dict[int, BatchScores] = {}
+        scores: dict[int, BatchScores] = {}
         for of_rank in self._world.all_gather_object(own):
-            scores_of_batches |= of_rank  # one that was repeated has the same scores
+            scores |= of_rank  # a batch that was repeated has the same scores
+        # A choice that is longer than `max_seq_len` has several sequences.
         log_likelihoods: list[list[float]] = [[] for _ in range(self.task.n_choices)]
         is_greedy = [True] * self.task.n_choices
-        for number, scores in scores_of_batches.items():
-            for i, sequence in enumerate(self.task.batches[number]):
-                log_likelihoods[sequence.choice].append(float(scores.log_likelihoods[i]))
-                if not scores.is_greedy[i]:
-                    is_greedy[sequence.choice] = False
+        for number, of_batch in scores.items():
+            for sequence, log_likelihood, is_most_likely in zip(
+                self.task.batches[number], *of_batch, strict=True
+            ):
+                log_likelihoods[sequence.choice].append(float(log_likelihood))
+                is_greedy[sequence.choice] &= bool(is_most_likely)
         sums = [math.fsum(of_choice) for of_choice in log_likelihoods]
         if not all(map(math.isfinite, sums)):
             problem = "the model computes inf or NaN"
@@ -157,17 +159,20 @@ def grade(task: TokenizedTask, scores: ChoiceScores) -> TaskResult:
     bits_per_byte: list[float] = []
     is_right: dict[Norm, list[float]] = {"none": [], "char": [], "token": []}
     for question in task.questions:
-        end = question.first + len(question.n_tokens)
-        log_likelihoods = np.array(scores.log_likelihoods[question.first : end])
-        by_norm: dict[Norm, int] = {
-            "none": int(log_likelihoods.argmax()),
-            "char": int((log_likelihoods / question.n_chars).argmax()),
-            "token": int((log_likelihoods / question.n_tokens).argmax()),
+        n_choices = len(question.n_tokens)
+        choices = slice(question.first, question.first + n_choices)
+        log_likelihoods = np.array(scores.log_likelihoods[choices])
+        normalized: dict[Norm, NDArray[np.float64]] = {
+            "none": log_likelihoods,
+            "char": log_likelihoods / question.n_chars,
+            "token": log_likelihoods / question.n_tokens,
         }
-        chosen.append(by_norm[task.norm])
-        for norm, choice in by_norm.items():
+        for norm, values in normalized.items():
+            choice = int(values.argmax())
+            if norm == task.norm:
+                chosen.append(choice)
             right = choice == question.gold
-            if len(question.n_tokens) == 1:
+            if n_choices == 1:
                 right = scores.is_greedy[question.first]
             is_right[norm].append(float(right))
         bits = -log_likelihoods[question.gold] / math.log(2)

@@ -81,7 +81,7 @@ class FileTokenizer:
         self.bos_id: int | None = self._library.tokenizer.bos_token_id
         self.n_model_ids = self.vocab_size
         """ids that texts may have"""
-        text_bytes = TextBytes(self._library, self.vocab_size, self._special_tokens, self.eos_id)
+        text_bytes = TextBytes(self._library, self.vocab_size, self._special_tokens)
         self.count_bytes = text_bytes.count
         self.tells_bytes = text_bytes.tells
 

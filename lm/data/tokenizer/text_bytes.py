@@ -19,16 +19,12 @@ class TextBytes:
     Args:
         n_ids: of the tokenizer.
         special: the tokens that are no text, by id.
-        eos_id: of them, the end of text.
     """
 
-    def __init__(
-        self, library: Library, n_ids: int, special: Mapping[int, str], eos_id: int
-    ) -> None:
+    def __init__(self, library: Library, n_ids: int, special: Mapping[int, str]) -> None:
         self._library = library
         self._n_ids = n_ids
         self._special = special
-        self._eos_id = eos_id
 
     @functools.cached_property
     def _after_text(self) -> NDArray[np.int64]:
@@ -45,17 +41,15 @@ class TextBytes:
         n_bytes_before = len(self._library.decode(before).encode())
         with self._library.errors():
             texts = self._library.encoder.decode_batch([[*before, i] for i in range(self._n_ids)])
-        sizes = np.array([len(text.encode()) for text in texts]) - n_bytes_before
+        n_bytes = [len(text.encode()) for text in texts]
+        sizes = np.array(n_bytes) - n_bytes_before
         for i, text in enumerate(texts):
             if "\ufffd" not in text:
                 continue
             token = str(self._library.encoder.id_to_token(i))
-            if "\ufffd" in token:
-                continue
-            # The token is a part of a character: one byte such as <0xE2>, or a character per byte.
-            if token.startswith("<0x"):
+            if token.startswith("<0x"):  # one byte of a character, such as <0xE2>
                 sizes[i] = 1
-            else:
+            elif "\ufffd" not in token:  # bytes of a character, each written as another one
                 sizes[i] = len(token)
         sizes[self._is_special] = 0
         return sizes
@@ -89,8 +83,9 @@ class TextBytes:
         Args:
             is_start: False = of a piece that is not the first of its text.
         """
-        n_bytes = len(self._special_text.sub("", text).encode())
-        if is_start:
-            return n_bytes == self.count(np.append(self._eos_id, ids[:-1]), ids)
-        n_first = int(self._after_text[ids[:1]].sum())
-        return n_bytes == n_first + self.count(ids[:-1], ids[1:])
+        without_special = self._special_text.sub("", text)
+        counted = self.count(ids[:-1], ids[1:])
+        first = ids[:1]  # none of an empty text
+        of_first = self._at_start if is_start else self._after_text
+        counted += int(of_first[first].sum())
+        return counted == len(without_special.encode())
