@@ -10,7 +10,7 @@ Its type says what happens if the key is changed before a run resumes:
 
 `Annotated[Logged[int], Needs("other")]`: the key is refused if it is set without another one.
 
-`json_schema_extra={"aliases": [...]}` lists the names of the key in transformers, TRL, nanoGPT and
+`json_schema_extra={"aliases": "NAME NAME"}`: the names of the key in transformers, TRL, nanoGPT and
 others, which an error about an unknown key suggests. `{"meanings": {...}}` lists hints by values
 that the key refuses, e.g. their names elsewhere.
 """
@@ -92,7 +92,7 @@ def keys_that_are(change: Change, fields: Mapping[str, FieldInfo]) -> set[str]:
 
 def aliases_of(field: FieldInfo) -> list[str]:
     """Return the names of `field` elsewhere."""
-    return cast(dict[str, Any], field.json_schema_extra or {}).get("aliases", [])
+    return cast(dict[str, Any], field.json_schema_extra or {}).get("aliases", "").split()
 
 
 def meanings_of(field: FieldInfo) -> dict[str, str]:

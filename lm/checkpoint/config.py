@@ -15,17 +15,9 @@ class CheckpointConfig(Config, frozen=True):
         gt=0,
         description="steps between checkpoints; one more after the last step",
         json_schema_extra={
-            "aliases": [
-                "checkpoint.dump.every",
-                "checkpoint.interval",
-                "checkpoint_every",
-                "checkpoint_interval",
-                "checkpointing_steps",
-                "save_every",
-                "save_interval",
-                "save_steps",
-                "save_strategy",
-            ]
+            "aliases": "checkpoint.dump.every checkpoint.interval checkpoint_every"
+            " checkpoint_interval checkpointing_steps save_every save_interval save_steps"
+            " save_strategy"
         },
     )
     keep_checkpoints: Logged[int | None] = Field(
@@ -33,14 +25,12 @@ class CheckpointConfig(Config, frozen=True):
         gt=0,
         description="newest checkpoints to keep, in addition to the one of lowest validation loss;"
         " null = all",
-        json_schema_extra={
-            "aliases": ["save_total_limit", "keep_latest_k", "checkpoint.dump.keep"]
-        },
+        json_schema_extra={"aliases": "save_total_limit keep_latest_k checkpoint.dump.keep"},
     )
     async_checkpoint: Logged[bool] = Field(
         True,
         description="continue training while a checkpoint is written",
-        json_schema_extra={"aliases": ["checkpoint.async_mode"]},
+        json_schema_extra={"aliases": "checkpoint.async_mode"},
     )
     checkpoint_storage: Logged[str | None] = Field(
         None,
@@ -51,7 +41,7 @@ class CheckpointConfig(Config, frozen=True):
         "auto",
         description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL"
         " of a checkpoint or run",
-        json_schema_extra={"aliases": ["resume_from_checkpoint"]},
+        json_schema_extra={"aliases": "resume_from_checkpoint"},
     )
     init_from: Logged[str | None] = Field(
         None,
@@ -59,16 +49,9 @@ class CheckpointConfig(Config, frozen=True):
         " which also supplies the model's keys and the tokenizer; or a checkpoint: its or its run's"
         " directory or URL, or on a cluster a UUID",
         json_schema_extra={
-            "aliases": [
-                "base_model",
-                "checkpoint.initial_load_path",
-                "checkpoint.init_ckpt_path",
-                "hf_model",
-                "init_ckpt_path",
-                "initial_checkpoint_dir",
-                "initial_load_path",
-                "model_name_or_path",
-            ]
+            "aliases": "base_model checkpoint.initial_load_path checkpoint.init_ckpt_path"
+            " hf_model init_ckpt_path initial_checkpoint_dir initial_load_path"
+            " model_name_or_path"
         },
     )
 

@@ -45,15 +45,7 @@ class DataConfig(Config, frozen=True):
         " tokens: a directory, or several with weights; jsonl: also a directory of `python -m"
         " lm.prepare --config`; hf: also a dataset on the hub",
         json_schema_extra={
-            "aliases": [
-                "data_dir",
-                "data_path",
-                "dataset_path",
-                "root_dir",
-                "sources",
-                "train_dataset",
-                "train_file",
-            ]
+            "aliases": "data_dir data_path dataset_path root_dir sources train_dataset train_file"
         },
     )
     val_data: OfFiles[Logged[str | dict[str, str] | None]] = Field(
@@ -63,13 +55,7 @@ class DataConfig(Config, frozen=True):
         " validation part (tokens); hf: also a split,"
         " null = `validation`",
         json_schema_extra={
-            "aliases": [
-                "eval_data",
-                "eval_dataset",
-                "test_datasets",
-                "validation.dataset",
-                "validation_file",
-            ]
+            "aliases": "eval_data eval_dataset test_datasets validation.dataset validation_file"
         },
     )
     tokenizer: OfFiles[Fixed[str | None]] = Field(
@@ -77,13 +63,8 @@ class DataConfig(Config, frozen=True):
         description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name;"
         " null = that of the token files (tokens), else bytes",
         json_schema_extra={
-            "aliases": [
-                "hf_assets_path",
-                "tokenizer_dir",
-                "tokenizer_name",
-                "tokenizer_name_or_path",
-                "tokenizer_path",
-            ]
+            "aliases": "hf_assets_path tokenizer_dir tokenizer_name tokenizer_name_or_path"
+            " tokenizer_path"
         },
     )
     fields: OfRecords[Fixed[dict[str, str] | None]] = Field(
@@ -91,13 +72,13 @@ class DataConfig(Config, frozen=True):
         description="what the keys of records hold, e.g. {user: question, assistant: answer} or"
         ' {text: "{title}\\n{body}"}; other keys are left out; null = records have the keys of'
         " docs/data.md (jsonl, hf)",
-        json_schema_extra={"aliases": ["column_mapping", "field_mapping"]},
+        json_schema_extra={"aliases": "column_mapping field_mapping"},
     )
     loss_on: OfJsonLines[Logged[Literal["all", "completion"]]] = Field(
         "all",
         description="tokens that are targets (jsonl)",
         json_schema_extra={
-            "aliases": ["completion_only_loss", "assistant_only_loss", "mask_prompt"],
+            "aliases": "completion_only_loss assistant_only_loss mask_prompt",
             "meanings": {
                 "assistant": "did you mean completion?",
                 "true": "did you mean completion?",
@@ -109,7 +90,7 @@ class DataConfig(Config, frozen=True):
         None,
         description="a Jinja file, or the name of a template in TRL's package, e.g. qwen3_training;"
         " null = the tokenizer's (jsonl)",
-        json_schema_extra={"aliases": ["chat_template_path"]},
+        json_schema_extra={"aliases": "chat_template_path"},
     )
     chat_template_kwargs: OfJsonLines[Logged[dict[str, Any] | None]] = Field(
         None,
@@ -119,18 +100,18 @@ class DataConfig(Config, frozen=True):
     packing: OfJsonLines[Logged[bool]] = Field(
         True,
         description="several samples in a sequence, each in one piece; false = one sample (jsonl)",
-        json_schema_extra={"aliases": ["sample_packing"]},
+        json_schema_extra={"aliases": "sample_packing"},
     )
     data_workers: OfStreams[Logged[int]] = Field(
         1,
         gt=0,
         description="processes per rank that read and tokenize (hf)",
-        json_schema_extra={"aliases": ["dataloader_num_workers", "num_workers"]},
+        json_schema_extra={"aliases": "dataloader_num_workers num_workers"},
     )
     hf_config: OfStreams[Logged[str | None]] = Field(
         None,
         description="configuration of the dataset on the hub, e.g. en for C4 (hf)",
-        json_schema_extra={"aliases": ["dataset_config", "dataset_config_name"]},
+        json_schema_extra={"aliases": "dataset_config dataset_config_name"},
     )
     attend_across_documents: OfTokens[Fixed[bool]] = Field(
         True,
@@ -144,13 +125,8 @@ class DataConfig(Config, frozen=True):
         le=MAX_BATCH_SIZE,
         description="sequences per device in a micro-batch",
         json_schema_extra={
-            "aliases": [
-                "device_batch_size",
-                "local_batch_size",
-                "micro_batch_size",
-                "per_device_train_batch_size",
-                "train_micro_batch_size_per_gpu",
-            ]
+            "aliases": "device_batch_size local_batch_size micro_batch_size"
+            " per_device_train_batch_size train_micro_batch_size_per_gpu"
         },
     )
     total_batch_size: Varied[Fixed[int | None]] = Field(
@@ -158,14 +134,14 @@ class DataConfig(Config, frozen=True):
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per optimizer step over all ranks; null = batch_size x ranks",
-        json_schema_extra={"aliases": ["global_batch_size", "train_batch_size"]},
+        json_schema_extra={"aliases": "global_batch_size train_batch_size"},
     )
     validation_batches: Logged[int] = Field(
         10,
         gt=0,
         description="batches of total_batch_size in a validation, of each set of val_data",
         json_schema_extra={
-            "aliases": ["eval_iters", "eval.max_iters", "limit_val_batches", "validation.steps"]
+            "aliases": "eval_iters eval.max_iters limit_val_batches validation.steps"
         },
     )
 

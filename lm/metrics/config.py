@@ -19,15 +19,8 @@ class MetricsConfig(Config, frozen=True):
         gt=0,
         description="steps between training reports",
         json_schema_extra={
-            "aliases": [
-                "log_every",
-                "log_every_n_steps",
-                "log_freq",
-                "log_interval",
-                "logging.freq",
-                "logging_steps",
-                "steps_per_print",
-            ]
+            "aliases": "log_every log_every_n_steps log_freq log_interval logging.freq"
+            " logging_steps steps_per_print"
         },
     )
     validation_rate: Unlogged[int | None] = Field(
@@ -35,16 +28,8 @@ class MetricsConfig(Config, frozen=True):
         gt=0,
         description="steps between validations; null = report_rate",
         json_schema_extra={
-            "aliases": [
-                "eval.interval",
-                "eval_every",
-                "eval_interval",
-                "eval_steps",
-                "eval_strategy",
-                "evaluation_strategy",
-                "validation.freq",
-                "validator.freq",
-            ]
+            "aliases": "eval.interval eval_every eval_interval eval_steps eval_strategy"
+            " evaluation_strategy validation.freq validator.freq"
         },
     )
     sample_rate: Unlogged[int | None] = Field(
@@ -52,14 +37,14 @@ class MetricsConfig(Config, frozen=True):
         gt=0,
         description="steps between samples; null = validation_rate if the data are text, else no"
         " samples",
-        json_schema_extra={"aliases": ["sample_every"]},
+        json_schema_extra={"aliases": "sample_every"},
     )
     tracker: Unlogged[TrackerName | list[TrackerName] | None] = Field(
         None,
         description="services that are sent metrics, samples and status; a failure of theirs never"
         " ends the run",
         json_schema_extra={
-            "aliases": ["report_to", "logger_name"],
+            "aliases": "report_to logger_name",
             "meanings": {
                 "tensorboard": "its files are always written, `make board` shows them",
                 "all": "name them",

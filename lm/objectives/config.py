@@ -24,7 +24,7 @@ class ObjectiveConfig(Config, frozen=True):
         description="dpo = from pairs of replies, which one is preferred: JSON Lines with prompt,"
         " chosen and rejected; relative to the weights of init_from",
         json_schema_extra={
-            "aliases": ["stage", "rl"],
+            "aliases": "stage rl",
             "meanings": {
                 "cpo": "no other is supported",
                 "grpo": "no other is supported",
@@ -41,12 +41,12 @@ class ObjectiveConfig(Config, frozen=True):
         0.1,
         gt=0,
         description="how strongly the model is held to its initial weights (dpo)",
-        json_schema_extra={"aliases": ["beta", "rl_beta"]},
+        json_schema_extra={"aliases": "beta rl_beta"},
     )
     dpo_loss: OfPairs[Fixed[Literal["sigmoid", "ipo"]]] = Field(
         "sigmoid",
         description="DPO's loss; or IPO's, of log-probabilities per token (dpo)",
-        json_schema_extra={"aliases": ["loss_type"]},
+        json_schema_extra={"aliases": "loss_type"},
     )
     label_smoothing: OfPairs[Fixed[float]] = Field(
         0.0,
@@ -59,7 +59,7 @@ class ObjectiveConfig(Config, frozen=True):
         ge=0,
         description="adds so many times the negative log-likelihood per token of the chosen reply"
         " (dpo)",
-        json_schema_extra={"aliases": ["rpo_alpha"]},
+        json_schema_extra={"aliases": "rpo_alpha"},
     )
 
     @model_validator(mode="after")
