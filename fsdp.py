@@ -375,13 +375,14 @@ class Trainer:
         values = run.manifest_info.hyperparameters
         self.step = progress.step
         self.data_start = progress.data_start
+        missing: list[str] = []  # of a run that only evaluates, all that was logged stays
         if run.trains:
             self.validation_loss = progress.validation_loss
             self.sampled = progress.sampled
+            missing = progress.missing_reports()
         if run.run_dir is not None:
             session = run.session(self.world, self.step)
             self.world.on_rank0(run.run_dir.add_session, values, session)
-        missing = progress.missing_reports()
         self.stop_signals.install()  # before this, there is nothing to save
         self.logger.open(self.step, missing, values, distinguishing(values))
         self.accumulator.reset(progress.metric_sums)  # last, as it starts the clock

@@ -99,11 +99,17 @@ def test_epochs_below_0_only_validate_and_generate(tmp_path: Path) -> None:
     text = TINY | {
         "dataset": "text",
         "train_data": "text",
+        "val_data": "text",
         "vocab_size": 257,
         "prompt": "to be",
         "num_tokens": 5,
     }
     run_fsdp(tmp_path, "max_steps=3", config=text, code=0)
+    (tmp_path / "b.txt").write_text("whether 'tis nobler in the mind to suffer\n" * 50)
+    other = run_fsdp(tmp_path, "max_epochs=-1", "val_data=b.txt", config=text, code=0)
+    lines = (tmp_path / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"validation"' in line] == [3, 3]
+    assert "changed: val_data" in other.stdout
     again = run_fsdp(tmp_path, "max_epochs=-1", config=text, code=0)
     assert "validation  step 3" in again.stdout
     assert "training" not in again.stdout
