@@ -36,6 +36,7 @@ from lm.data.dataset import StreamState
 from lm.data.tokenizer.files import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
 from lm.fileio import (
+    MAX_JSON_BYTES,
     describe_invalid,
     open_regular,
     parse_json,
@@ -150,9 +151,14 @@ def add_checksum(fields: dict[str, Any]) -> bytes:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Turn `directory` into a complete checkpoint, atomically and crash-safe."""
+    content = add_checksum(manifest.model_dump(mode="json"))
+    if len(content) > MAX_JSON_BYTES:  # which would be no checkpoint to whoever reads it
+        needs = f"{MANIFEST} needs {len(content):,} bytes, and {MAX_JSON_BYTES:,} are read"
+        parts = f"{len(manifest.tensors):,} tensors, files of {manifest.world_size:,} ranks"
+        raise RunError(f"{directory}: {needs}: {parts}; use fewer ranks or data_workers")
     draft = directory / DRAFT
     with open(draft, "wb", opener=open_regular) as file:  # which exists at every moment
-        file.write(add_checksum(manifest.model_dump(mode="json")))
+        file.write(content)
         sync(file)
     draft.replace(directory / MANIFEST)
     for path in (directory, directory.parent):

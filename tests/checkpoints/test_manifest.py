@@ -22,7 +22,7 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.store import LocalCheckpoints, SavedCheckpoint, expired
-from lm.errors import ConfigError
+from lm.errors import ConfigError, RunError
 from lm.resume import ResumePlan, find_complete
 from lm.runtime.world import World
 from model import Transformer
@@ -141,6 +141,15 @@ def test_load_names_a_missing_file(name: str, victim: Path) -> None:
 def test_load_refuses_a_directory_without_a_manifest(victim: Path) -> None:
     (victim / MANIFEST).unlink()
     assert refusal(victim).endswith(f"{MANIFEST}: missing")
+
+
+def test_manifest_that_is_too_long_to_be_read_is_not_written(victim: Path) -> None:
+    manifest = read_manifest(victim)
+    (victim / MANIFEST).unlink()
+    tensors = {f"optim.{number:0200}.exp_avg": "[64] torch.float32" for number in range(40_000)}
+    with pytest.raises(RunError, match="40,000 tensors"):
+        write_manifest(victim, manifest.model_copy(update={"tensors": tensors}))
+    assert not (victim / MANIFEST).exists()
 
 
 def test_find_checkpoint_finds_the_newest_complete_one(
