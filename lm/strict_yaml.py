@@ -181,6 +181,18 @@ _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
+class _StrictDumper(yaml.SafeDumper):
+    """Puts quotes around text that `_StrictLoader` alone reads as a number."""
+
+
+_StrictDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def dump_yaml(value: Any) -> str:
+    """Return the YAML text that `parse_yaml` reads as `value`."""
+    return yaml.dump(value, Dumper=_StrictDumper, sort_keys=False)
+
+
 def _node_error(problem: str, node: yaml.Node) -> ConfigError:
     mark = node.start_mark
     return ConfigError(f"{mark.name}:{mark.line + 1}: {problem}")

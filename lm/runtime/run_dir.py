@@ -169,11 +169,11 @@ class RunDir:
 
     def add_session(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any]) -> None:
         """Write config.yaml, which resumes the run, and add `session` to sessions.jsonl."""
-        import yaml
+        from lm.strict_yaml import dump_yaml  # benchmarks.gpu runs without PyYAML
 
         name = self.path.relative_to(RUNS).as_posix()
         resumable = {**hyperparameters, "run_name": name, "resume": "auto", "stop_at_step": None}
-        config = yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False)
+        config = dump_yaml({"hyperparameters": resumable})
         try:
             replace_durably(self.config, config.encode())
             last_write = last_logged(self.path)  # by the session before

@@ -378,10 +378,10 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
 
 
 def test_run_dirs_config_yaml_resumes_the_run() -> None:
-    run_dir = started()
+    run_dir = started("1e-4")
     hp = read_hyperparameters(
         {"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test"
     )
     run_dir.add_session(hp.to_flat() | {"resume": "fresh"}, {"step": 0})
-    assert load_hyperparameters(run_dir.config, []) == hp.replace(run_name="x")
+    assert load_hyperparameters(run_dir.config, []) == hp.replace(run_name="1e-4")
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048
