@@ -88,6 +88,8 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.sessions = self.path / "sessions.jsonl"
         self._lock = self.path / "lock"
+        self._was_started = False
+        """whether an earlier start has recorded what it starts from"""
         events = (self.path / "training", self.path / "validation")
         self._subdirectories = (self.checkpoints, self.traces, *events)
 
@@ -110,7 +112,7 @@ class RunDir:
 
     def remove_unused(self) -> None:
         """Remove what `lock` has created if this process holds the lock, and no run has started."""
-        if not holds(self._lock) or self.config.exists():
+        if not holds(self._lock) or self.config.exists() or self._was_started:
             return
         with suppress(OSError, ConfigError):  # other files are there, or a damaged state
             for path in self._subdirectories:
@@ -134,6 +136,7 @@ class RunDir:
             for path in (self.path, *self._subdirectories):
                 make_directory(path)
             hold_until_exit(self._lock)
+            self._was_started = (self.path / STATE).exists()
         except OSError as error:
             remedy = "start in another directory"
             cause = error.strerror

@@ -452,6 +452,7 @@ SavedState.read_into = kill
 def test_start_is_remembered_while_its_weights_are_loaded(two_steps: Path, tmp_path: Path) -> None:
     resume = f"resume={checkpoints_by_step(two_steps)[2]}"
     run_fsdp(tmp_path, "max_steps=3", resume, script=KILL_IN_LOAD, code=-signal.SIGKILL)
+    run_fsdp(tmp_path, "max_steps=3", "d_model=64", code=2)
     assert ", step 2\n" in run_fsdp(tmp_path, "max_steps=3", code=0).stdout
 
 
