@@ -98,7 +98,7 @@ def test_wrong_arguments_of_commands_are_refused_before_pytorch(tmp_path: Path) 
     problems = {
         "lm.generate run --prompt a --top-k 0": "--top-k: 0 must be 1 or more",
         "lm.evaluate run --tasks a --limit 0": "--limit: 0 must be 1 or more",
-        "lm.hf export run out --dtype int8": "argument --dtype: invalid choice: 'int8'",
+        "lm.hf export run out --dtype int8": "--dtype: invalid choice: 'int8'",
         "lm.config --keys": "unrecognized arguments: --keys",
         "lm.report": "the following arguments are required: RUN",
         "lm.plan --gpu h1000": "--gpu: invalid choice: 'h1000'",
