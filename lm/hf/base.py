@@ -141,6 +141,22 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
     return directory
 
 
+def find_base_of(directory: Path, manifest: Manifest, base_dir: Path | None) -> Path | None:
+    """Return the directory of the base of the adapters in a checkpoint; None = it has none.
+
+    Args:
+        base_dir: see `open_base`.
+
+    Raises:
+        ConfigError: see `open_base`; or there is no use for `base_dir`.
+    """
+    if manifest.base is not None:
+        return open_base(manifest.base, base_dir)
+    if base_dir is not None:
+        raise ConfigError(f"--base: {directory} has no LoRA adapters; leave --base out for it")
+    return None
+
+
 def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
     """Return the adapters in a checkpoint, in a single process.
 
@@ -174,11 +190,7 @@ def load_trained_model(
     """
     manifest = read_manifest(directory)
     config = weights.with_kernels(model_of(directory, manifest))
-    base: Path | None = None
-    if manifest.base is not None:
-        base = open_base(manifest.base, base_dir)  # its files are as large as the manifest says
-    elif base_dir is not None:
-        raise ConfigError(f"--base: {directory} has no LoRA adapters; leave --base out for it")
+    base = find_base_of(directory, manifest, base_dir)
     with torch.device("meta"):
         model = new_model(config)
         if base is not None:

@@ -40,7 +40,7 @@ from lm.data.tokenizer.files import (
 from lm.data.tokenizer.loading import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import config_json, families, weights
-from lm.hf.base import open_base, read_adapters
+from lm.hf.base import find_base_of, open_base, read_adapters
 from lm.hf.class_export import collect, export_directory, write_directory, write_files
 from lm.hf.class_weights import open_weights
 from lm.hf.files import to_json
@@ -126,9 +126,7 @@ def _export_of_ours(
     architecture = {"architectures": [type(network).__name__]}
     files[MODEL_CONFIG] = to_json(complete | settings | architecture)
 
-    weights_dir = directory
-    if manifest.base is not None:
-        weights_dir = open_base(manifest.base, base_dir)
+    weights_dir = find_base_of(directory, manifest, base_dir) or directory
     sources = find_weights(weights_dir, config)
     names = families.map_parameters(family, config)
     empty = network.state_dict()

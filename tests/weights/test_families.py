@@ -454,6 +454,13 @@ def test_export_overwrites_nothing(
     assert "already exists" in exported(capsys, checkpoint, tmp_path / "out", code=2)
 
 
+def test_export_reads_no_base_where_there_are_no_adapters(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (checkpoint, tmp_path / "out", "--base", tmp_path)
+    assert exported(capsys, *arguments, code=2).startswith("--base: ")
+
+
 def test_export_has_the_modes_of_the_umask(checkpoint: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
