@@ -20,6 +20,9 @@ define install
 @$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
 endef
 
+# Tests start many interpreters; with this, each would compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 ifeq ($(VENV) $(shell test -L .venv && echo link),.venv )
 RUN := .venv/run
 DEV := .venv/dev
