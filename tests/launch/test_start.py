@@ -143,6 +143,7 @@ def test_search_without_pytorch_finds_its_best_trial(tmp_path: Path) -> None:
         "hyperparameters": TINY | text | {"validation_batches": 1},
     }
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(experiment))
+    (tmp_path / "runs" / "one").mkdir(parents=True)  # so it has had its dry run
     (answer,) = answers_to(tmp_path, [["lm.search", "one.yaml"]])
     assert (answer.code, answer.has_torch) == (0, False), answer
     assert "best: trial-0" in answer.stdout
