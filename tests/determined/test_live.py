@@ -67,7 +67,8 @@ class Cluster:
     ) -> dict[str, Any]:
         """Return a short experiment of the shape of config.yaml."""
         rates = {"report_rate": self.steps // 20, "validation_rate": self.steps // 5}
-        shape: dict[str, Any] = {"max_steps": self.steps, "dropout": 0.1, "compile": False, **rates}
+        shape: dict[str, Any] = {"max_steps": self.steps, "n_layers": 1, "dropout": 0.1, **rates}
+        shape["compile"] = False
         shape["checkpoint_rate"] = shape["validation_rate"]
         config = trial.experiment(slots=slots or self.slots, **shape | hyperparameters)
         config["hyperparameters"]["keep_checkpoints"] = keep

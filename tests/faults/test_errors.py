@@ -322,20 +322,13 @@ def test_run_whose_output_is_not_read_saves(launcher: str, output: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "env",
-    [{"PYTHONIOENCODING": "ascii"}, LC_POSIX | {"train_data": "t"}],
-    ids=["ascii", "posix"],
-)
-def test_run_prints_samples_to_any_encoding(env: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "é.txt").write_text("Käse für alle. " * 200)
+def test_run_prints_samples_to_any_encoding(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("Käse für alle. " * 200)
-    train_data = env.get("train_data", "é.txt")
     (tmp_path / "test.yaml").write_text(
-        json.dumps({"hyperparameters": TEXT_RUN | {"train_data": train_data}})
+        json.dumps({"hyperparameters": TEXT_RUN | {"train_data": "t"}})
     )
     arguments = [str(REPOSITORY / "fsdp.py"), "--config", "test.yaml"]
-    assert start(arguments, tmp_path, subprocess.DEVNULL, env) == (0, "")
+    assert start(arguments, tmp_path, subprocess.DEVNULL, LC_POSIX) == (0, "")
     assert list(checkpoints_by_step(tmp_path)) == [1]
 
 

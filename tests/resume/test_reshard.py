@@ -21,10 +21,12 @@ from lm.training import optim, parallelize
 from model import ModelConfig
 from tests.support.checkpoints import RUN_INFO, load_state, open_checkpointer, save_state
 from tests.support.hyperparameters import TINY
-from tests.support.parallelism import STRATEGIES, sharding_of
+from tests.support.parallelism import sharding_of
 from tests.support.ranks import in_world, run_ranks
 
 RANKS = (1, 3, 4)
+LAYOUTS = ("full-shard", "no-shard", "hybrid-full-shard")
+"""the strategies without those that differ from one of them in when they gather shards"""
 WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # no world size divides it evenly
 
 
@@ -43,9 +45,9 @@ def build(world: World, sharding: str, seed: int) -> tuple[AnyModel, optim.Optim
 
 
 def write(world: World, folder: Path) -> list[str]:
-    """Save a model under every strategy; return the UUIDs."""
+    """Save a model under each of `LAYOUTS`; return the UUIDs."""
     uuids = []
-    for sharding in STRATEGIES:
+    for sharding in LAYOUTS:
         with open_checkpointer(world, folder, keep_checkpoints=None) as saver:
             model, optimizer = build(world, sharding, seed=7)
             state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
@@ -78,14 +80,14 @@ def local_state(model: AnyModel, optimizer: optim.Optimizer) -> dict[str, torch.
 
 
 def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
-    """Load each of `uuids` under every strategy into another model; return what differs.
+    """Load each of `uuids` under each of `LAYOUTS` into another model; return what differs.
 
     Each rank compares what it has with its part of the model that was saved.
     """
     expected = saved_weights(world)
     wrong = []
     with open_checkpointer(world, folder) as reader:
-        for sharding in STRATEGIES:
+        for sharding in LAYOUTS:
             model, optimizer = build(world, sharding, seed=7)
             for name, value in weights(model).items():
                 wrong += [] if np.array_equal(value, expected[name]) else [f"{sharding}: {name}"]
@@ -106,10 +108,10 @@ def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Checkpoints of all `RANKS` with each strategy; one of those whose files are equal."""
+    """Checkpoints of all `RANKS` in each of `LAYOUTS`; one of those whose files are equal."""
     folder = tmp_path_factory.mktemp("written")
     uuids = [uuid for ranks in RANKS for uuid in run_ranks(ranks, write, folder)[0]]
-    assert len(uuids) == len(RANKS) * len(STRATEGIES)
+    assert len(uuids) == len(RANKS) * len(LAYOUTS)
     different: dict[str, str] = {}
     for uuid in uuids:
         manifest = read_manifest(folder / uuid)
