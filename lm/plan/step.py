@@ -246,7 +246,7 @@ def _measure_few_blocks(
         kinds: of the blocks, in forward order.
     """
     n_blocks = len(kinds)
-    period = next(n for n in range(1, n_blocks + 1) if kinds[n:] == kinds[: n_blocks - n])
+    period = _find_period(kinds)
     # Of three, what is in use at both ends overlaps. The last block is of the same kind as of all.
     few = 4 + (n_blocks - 4) % period
     more = few + period
@@ -265,6 +265,14 @@ def _measure_few_blocks(
                 peak[part] = max(base, n_bytes)
         peaks[phase] = peak
     return peaks
+
+
+def _find_period(kinds: Sequence[Any]) -> int:
+    """Return after how many blocks their kinds repeat."""
+    for period in range(1, len(kinds)):
+        if kinds[period:] == kinds[:-period]:
+            return period
+    return len(kinds)
 
 
 class NotPlannedError(ConfigError):

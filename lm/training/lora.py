@@ -88,9 +88,9 @@ def add_adapters(
         frozen: nn.Linear | NF4Linear = layer.module
         if layer.module in roundable and NF4.has_complete_blocks(layer.weight):
             frozen = NF4Linear(layer.module)
-        is_target = config.adapts(layer.kind, frozen.out_features, frozen.in_features)
-        is_target = is_target and layer.is_called
-        adapted = LoraLinear(frozen, config) if is_target else frozen
+        adapted: nn.Module = frozen
+        if layer.is_called and config.adapts(layer.kind, frozen.out_features, frozen.in_features):
+            adapted = LoraLinear(frozen, config)
         layer.parent.register_module(layer.kind, adapted)
     return model
 
@@ -115,32 +115,34 @@ def _describe_left_out(config: LoraConfig, model: AnyModel) -> str | None:
     rank = config.lora_rank
     if rank is None:
         return None
-    decayed = find_decayed(model)
+    matrices = find_decayed(model)
     left_out: Counter[str] = Counter()
     narrow: set[str] = set()
     total = 0
     for block in model.blocks:
-        names = {name for name, _ in block.named_parameters()}
-        for path, module in block.named_modules():
-            for leaf, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad or parameter not in decayed:
-                    continue  # a matrix of an adapter, a norm, a bias
-                n_weights = _n_weights(config, parameter)
-                total += n_weights
-                is_layer = isinstance(module, nn.Linear | NF4Linear)
-                is_expected = is_layer and isinstance(config.lora_targets, list)
-                if f"{path}.lora_A.{leaf}" in names or is_expected:
-                    continue
-                name = without_numbers(f"{path}.{leaf}")
-                left_out[name] += n_weights
-                if is_layer and min(module.out_features, module.in_features) < rank:
-                    narrow.add(name)
+        modules = dict(block.named_modules())
+        parameters = dict(block.named_parameters())
+        for name, parameter in parameters.items():
+            if parameter.requires_grad or parameter not in matrices:
+                continue  # of an adapter; or a norm, a bias
+            n_weights = _n_weights(config, parameter)
+            total += n_weights
+            path, _, leaf = name.rpartition(".")
+            module = modules[path]
+            is_layer = isinstance(module, nn.Linear | NF4Linear)
+            is_expected = is_layer and isinstance(config.lora_targets, list)
+            if f"{path}.lora_A.{leaf}" in parameters or is_expected:
+                continue
+            kind = without_numbers(name)
+            left_out[kind] += n_weights
+            if is_layer and min(module.out_features, module.in_features) < rank:
+                narrow.add(kind)
     kinds: list[str] = []
-    for name, n_weights in left_out.most_common():
-        if name in narrow:
-            kinds.append(f"{name} ({format_parameters(n_weights)}, narrower than lora_rank)")
+    for kind, n_weights in left_out.most_common():
+        if kind in narrow:
+            kinds.append(f"{kind} ({format_parameters(n_weights)}, narrower than lora_rank)")
         elif n_weights > total / 100:
-            kinds.append(f"{name} ({format_parameters(n_weights)})")
+            kinds.append(f"{kind} ({format_parameters(n_weights)})")
     if not kinds:
         return None
     of_blocks = f"of {format_parameters(total)} weights of the blocks"
