@@ -1,4 +1,4 @@
-"""The command line of fsdp.py, and what the parsers of other commands share."""
+"""The command line of fsdp.py, and what other commands share: parsers and tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, escape_control
 from lm.fileio import expand_home
 
 Number = TypeVar("Number", int, float)
@@ -52,6 +52,15 @@ def location_argument(text: str) -> str:
 def path_argument(text: str) -> Path:
     """Return an argument that is a path: a type of argparse."""
     return Path(location_argument(text))
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown, whose first row are the names of the columns."""
+    lines: list[str] = []
+    for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:]):
+        escaped = [escape_control(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return lines
 
 
 def as_overrides(arguments: Sequence[str]) -> list[str]:

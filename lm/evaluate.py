@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lm.command_line import Parser, location_argument, number
-from lm.errors import RunError, command, escape_control
+from lm.command_line import Parser, format_table, location_argument, number
+from lm.errors import RunError, command
 from lm.fileio import choose_compiler_cache
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import Launch
@@ -80,26 +80,20 @@ def score_model(
     return results
 
 
-def format_table(models: dict[str, Results]) -> str:
+def compare_results(models: dict[str, Results]) -> str:
     """Return a Markdown table with a line for each task and two columns for each model."""
     header = ["task", "questions"]
     for name in models:
         header += [f"{name} acc", f"{name} bpb"]
-    lines: list[list[str]] = [header]
+    rows = [header]
     first_model = next(iter(models.values()))
     for task_name, result in first_model.items():
         cells = [task_name, f"{len(result.task.questions)}"]
         for results in models.values():
             acc, bpb = results[task_name].acc, results[task_name].bpb
             cells += [_format_mean(acc), _format_mean(bpb)]
-        lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    table: list[str] = []
-    for cells in lines:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        table.append(f"| {' | '.join(padded)} |")
-    return escape_control("\n".join(table))
+        rows.append(cells)
+    return "\n".join(format_table(rows))
 
 
 def _format_mean(mean: Mean) -> str:
@@ -165,7 +159,7 @@ def compare(args: argparse.Namespace, world: World) -> str:
     models = {source: score_model(source, tasks, args, world) for source in args.models}
     if args.json:
         return format_json(models)
-    return format_table(models)
+    return compare_results(models)
 
 
 @command

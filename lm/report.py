@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from lm.command_line import Parser, path_argument
+from lm.command_line import Parser, format_table, path_argument
 from lm.errors import (
     ConfigError,
     command,
@@ -219,11 +219,11 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
         for i, run in enumerate(runs):
             columns[i] = {"validation data": f"{numbers[i]}: {run.validation_source}"} | columns[i]
         lines += ["Losses on other validation data, or of other tokenizers, do not compare.", ""]
-    lines += _format_table(names, columns)
+    lines += _compare_columns(names, columns)
     differences = _find_differences(runs)
     if any(differences):
         lines += ["", "Hyperparameters that differ:", ""]
-        lines += _format_table(names, differences)
+        lines += _compare_columns(names, differences)
     if picture is not None:
         lines += ["", f"![curves by step]({picture.name})"]
     for run in runs:
@@ -256,7 +256,7 @@ def _find_differences(runs: Sequence[RunRecords]) -> list[dict[str, str]]:
     return [dict(item for item in column.items() if item not in common) for column in columns]
 
 
-def _format_table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> list[str]:
+def _compare_columns(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the lines of a table with a column for each of `names`; a row of all is a label."""
     labels: list[str] = []
     for column in columns:
@@ -267,17 +267,11 @@ def _format_table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) ->
             else:  # where its run has it
                 labels.insert(place, label)
             place += 1
-    rows = [format_row(["", *names]), format_row(["---"] * (1 + len(names)))]
+    rows = [["", *names]]
     for label in labels:
         cells = [column.get(label, "") for column in columns]
-        rows.append(format_row([label, *cells]))
-    return rows
-
-
-def format_row(cells: Sequence[str]) -> str:
-    """Return a row of a table in Markdown."""
-    escaped = [escape_control(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
-    return f"| {' | '.join(escaped)} |"
+        rows.append([label, *cells])
+    return format_table(rows)
 
 
 class _Panel(NamedTuple):

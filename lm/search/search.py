@@ -23,13 +23,14 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
+from lm.command_line import format_table
 from lm.data.config import DataConfig
 from lm.errors import ConfigError, RunError, limit_problems
 from lm.fileio import REPOSITORY
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop
 from lm.launch.signals import handle_stop_signals
-from lm.report import JOURNAL, format_row
+from lm.report import JOURNAL
 from lm.runtime.run_dir import RunDir, make_directory
 from lm.search.experiment import Experiment, Point, Searcher
 from lm.search.trials import Devices, TrialRun, dry_run
@@ -378,8 +379,7 @@ class Search:
         """
         metric = self.experiment.searcher.metric
         keys = list(self.experiment.distributions)
-        lines = [format_row(["trial", *keys, metric, "step", "state"])]
-        lines.append(format_row(["---"] * (len(keys) + 4)))
+        rows = [["trial", *keys, metric, "step", "state"]]
         trials = sorted(self.study.get_trials(), key=self._rank)
         for trial in trials:
             value = ""
@@ -388,7 +388,8 @@ class Search:
             point = [format_value(trial.params[key]) for key in keys]
             state = f"{trial.state.name.lower()} {trial.user_attrs.get(PROBLEM, '')}"
             step = str(trial.last_step or "")
-            lines.append(format_row([f"trial-{trial.number}", *point, value, step, state]))
+            rows.append([f"trial-{trial.number}", *point, value, step, state])
+        lines = format_table(rows)
         best = trials[0]
         if best.state != TrialState.COMPLETE:
             raise RunError(f"{self.path}: no trial is complete", *limit_problems(lines))
