@@ -264,14 +264,14 @@ class FileTokenizer:
         yield text
 
     def _find_seam(self, text: str, first: int) -> int | None:
+        """Return where a text can be cut, from its character `first` on; None = nowhere near."""
+        encode = self._library.encode
         found = _SEAM.finditer(text, first, first + _PIECE_SIZE)
         for match in itertools.islice(found, _SEAMS_TRIED):
             seam = match.start()
             before = text[seam - _SEAM_CONTEXT : seam]
             after = text[seam : seam + _SEAM_CONTEXT]
-            if self._library.encode(before + after) == self._library.encode(
-                before
-            ) + self._library.encode(after):
+            if encode(before + after) == encode(before) + encode(after):
                 return seam
         return None
 
