@@ -27,9 +27,11 @@ def count_flops_per_token(config: LoraConfig, model: AnyModelConfig) -> float | 
     if flops is not None and config.lora_rank is None:
         return flops
     n_tokens = max(1, round(model.mean_keys(model.max_seq_len)))
-    adapters = config.lora_rank, config.lora_targets
-    facts = "FLOPs", model, adapters, describe_program(__name__, ["torch", "transformers"])
-    return json.loads(remembered(facts, lambda: json.dumps(_count(config, model, n_tokens))))
+    adapters = (config.lora_rank, config.lora_targets)
+    program = describe_program(__name__, ["torch", "transformers"])
+    facts = ("FLOPs", model, adapters, program)
+    counted = remembered(facts, lambda: json.dumps(_count(config, model, n_tokens)))
+    return json.loads(counted)
 
 
 def _count(config: LoraConfig, model: AnyModelConfig, n_tokens: int) -> float | None:

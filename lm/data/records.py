@@ -160,7 +160,8 @@ class _PieceTokenizer:
             held_out = self._is_held_out(line, number)
             chunk = chunks.setdefault(held_out, TokenChunk(held_out))
             chunk.size += line.size
-            rendered += [(chunk, line.place, each) for each in self._renderer.render(line)]
+            records = self._renderer.render(line)
+            rendered += [(chunk, line.place, record) for record in records]
         for chunk, place, record in rendered:  # faster than between renderings
             with error_prefix(place):
                 self._tokenize(record, chunk)
@@ -170,13 +171,16 @@ class _PieceTokenizer:
         """Add the tokens of a record, or of one document of a pair."""
         tokenizer = self.tokenizer
         ids, ends = tokenizer.encode_with_ends(record.text, with_start=not record.is_chat)
-        chunk.has_bytes = chunk.has_bytes and tokenizer.tells_bytes(record.text, ids)
-        is_target = np.full(len(ids), record.target_spans is None)
-        for span in record.target_spans or ():
-            is_target |= (ends > span.start) & (ends <= span.stop)
+        if chunk.has_bytes:
+            chunk.has_bytes = tokenizer.tells_bytes(record.text, ids)
+        if record.target_spans is None:
+            is_target = np.ones(len(ids), np.bool_)
+        else:
+            is_target = np.zeros(len(ids), np.bool_)
+            for span in record.target_spans:
+                is_target |= (ends > span.start) & (ends <= span.stop)
         if not record.is_chat:
-            ids = end_text(ids, tokenizer.eos_id)
-            # The end of the text is a target, too.
+            ids = end_text(ids, tokenizer.eos_id)  # a target, too, also if the text had it
             is_target = np.append(is_target[: len(ids) - 1], True)
         chunk.add(ids)
         chunk.are_targets.append(is_target)

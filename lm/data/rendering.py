@@ -169,8 +169,9 @@ class RecordRenderer:
             written = str(function["arguments"])
             if not function["arguments"] or written not in rendered.text:
                 continue
-            strings = find_strings([chat.messages, chat.tools])  # which can quote them
-            if rendered.text.count(written) > sum(each.count(written) for each in strings):
+            strings = find_strings([chat.messages, chat.tools])
+            n_quoted = sum(string.count(written) for string in strings)
+            if rendered.text.count(written) > n_quoted:
                 name = self.tokenizer.find_template(chat.tools).name
                 raise ConfigError(f"{name} writes arguments as Python does; remove the line")
         return rendered

@@ -128,10 +128,7 @@ def _temporary_root() -> Path:
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
         with suppress(RunError, OSError):  # its process lives
-            if find_stranger(left, os.getuid()) is None:
-                with hold(left / "lock", left, seconds=0) as excludes_others:
-                    if excludes_others:
-                        shutil.rmtree(left, ignore_errors=True)
+            _delete_left(left)
     new = Path(tempfile.mkdtemp(prefix=f".{_TEMPORARY}"))
     held = ExitStack()
     held.enter_context(hold(new / "lock", new))
@@ -139,6 +136,19 @@ def _temporary_root() -> Path:
     at_exit(held.close)
     at_exit(shutil.rmtree, root, ignore_errors=True)
     return root
+
+
+def _delete_left(root: Path) -> None:
+    """Delete a temporary directory of this user, whose process has ended.
+
+    Raises:
+        RunError: the process lives.
+    """
+    if find_stranger(root, os.getuid()) is not None:
+        return
+    with hold(root / "lock", root, seconds=0) as excludes_others:
+        if excludes_others:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def _delete_unused(root: Path) -> None:
