@@ -743,9 +743,10 @@ class Trainer:
         return code
 
     def acknowledge_request(self) -> int:
-        """Tell Determined that the trial stops as it has asked. Return the exit code.
+        """Tell Determined that the trial stops as it was asked to. Return the exit code.
 
-        Determined takes exit code 0 for the end of a trial that has not told it: others resume.
+        Without this call, Determined takes exit code 0 for the end of the trial; with it, the trial
+        resumes later.
         """
         if self.world.rank == 0:
             self.core_context.preempt.acknowledge_preemption_signal()  # does nothing elsewhere

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
@@ -388,7 +387,7 @@ def _require_host_memory(needed: int) -> None:
 def _require_finite(slices: staging.Slices) -> None:
     for part, part_slices in slices.items():
         for name, (tensor, _) in part_slices.items():
-            if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+            if not tensor_files.is_finite(tensor):
                 problem = f"{part}.{name} holds inf or NaN, so it is not saved"
                 raise ConfigError(f"{problem}: lower lr")
 

@@ -193,12 +193,13 @@ def _is_stored_alike(target: Tensor, piece: TensorSlice) -> bool:
 
 def require_finite(values: Tensor, path: Path) -> None:
     """Raise CheckpointError if values that the file `path` holds are inf or NaN."""
-    if not _is_finite(values):
+    if not is_finite(values):
         remedy = "use other weights, or download them again"
         raise CheckpointError(f"{path}: contains inf or NaN; {remedy}")
 
 
-def _is_finite(values: Tensor) -> bool:
+def is_finite(values: Tensor) -> bool:
+    """Return whether no value is inf or NaN."""
     if values.dtype.itemsize == 1:  # integers, or float8, for which PyTorch has no minimum
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
