@@ -89,26 +89,23 @@ class MetricLogger:
         for sink in self._sinks:
             sink.start(step)
 
-    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of `group`, "training" or "validation", after `step` completed steps."""
-        self._write(group, step, metrics)
-
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
-        """Log `text`, the continuation of `prompt` after `step` completed steps."""
-        self._write("sample", step, {"prompt": prompt, "text": text})
-
-    def log_checkpoint(self, step: int, uuid: str) -> None:
-        """Log that the checkpoint `uuid` of `step` is complete, also if that cannot be written."""
-        try:
-            self._write("checkpoint", step, {"uuid": uuid})
-        except RunError as error:
-            self.info(str(error))
-
-    def _write(self, group: str, step: int, fields: Mapping[str, Any]) -> None:
+    def log(self, group: str, step: int, fields: Mapping[str, Any]) -> None:
+        """Log what a group has after `step` completed steps, e.g. metrics; see `Record`."""
         record = Record(group, step, round(time.time(), 3), fields)
         with self._oserror_as_run_error():
             for sink in self._sinks:
                 sink.write(record)
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """Log `text`, the continuation of `prompt` after `step` completed steps."""
+        self.log("sample", step, {"prompt": prompt, "text": text})
+
+    def log_checkpoint(self, step: int, uuid: str) -> None:
+        """Log that the checkpoint `uuid` of `step` is complete, also if that cannot be written."""
+        try:
+            self.log("checkpoint", step, {"uuid": uuid})
+        except RunError as error:
+            self.info(str(error))
 
     def info(self, line: str) -> None:
         """Print `line`, above the progress bar if there is one."""
