@@ -10,15 +10,14 @@ Its type says what happens if the key is changed before a run resumes:
 
 `Annotated[Logged[int], Needs("other")]`: the key is refused if it is set without another one.
 
-`json_schema_extra={"aliases": "NAME NAME"}`: the names of the key in transformers, TRL, nanoGPT and
-others, which an error about an unknown key suggests. `{"meanings": {...}}` lists hints by values
-that the key refuses, e.g. their names elsewhere.
+`json_schema_extra=elsewhere("NAME NAME")`: what other trainers call the key, and its values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import BaseModel, field_validator
@@ -90,9 +89,21 @@ def keys_that_are(change: Change, fields: Mapping[str, FieldInfo]) -> set[str]:
     return {key for key, field in fields.items() if change in field.metadata}
 
 
+def elsewhere(names: str, hints: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Return what other trainers call a key and its values, as `json_schema_extra` of its field.
+
+    Args:
+        names: those of the key in transformers, TRL, nanoGPT and others, separated by spaces; an
+            error about an unknown key suggests the key instead.
+        hints: what to set instead of values that the key refuses, several separated by spaces.
+    """
+    by_value = {value: hint for values, hint in hints.items() for value in values.split()}
+    return {"aliases": names.split(), "meanings": by_value}
+
+
 def aliases_of(field: FieldInfo) -> list[str]:
     """Return the names of `field` elsewhere."""
-    return cast(dict[str, Any], field.json_schema_extra or {}).get("aliases", "").split()
+    return cast(dict[str, Any], field.json_schema_extra or {}).get("aliases", [])
 
 
 def meanings_of(field: FieldInfo) -> dict[str, str]:

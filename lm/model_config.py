@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from lm.examined import Examined
-from lm.fields import Config, Fixed, Logged, Needs, Varied
+from lm.fields import Config, Fixed, Logged, Needs, Varied, elsewhere
 from lm.presets import PRESETS
 
 MAX_LAYERS = 2**12
@@ -75,7 +75,7 @@ class ModelConfig(Config, frozen=True):
     model: Logged[str | None] = Field(
         None,
         description="preset that supplies the keys below that are not set",
-        json_schema_extra={"aliases": "model.name model.flavor"},
+        json_schema_extra=elsewhere("model.name model.flavor"),
     )
     # The limits keep the number of elements of every tensor within int64, and a model on the meta
     # device small.
@@ -84,45 +84,45 @@ class ModelConfig(Config, frozen=True):
         gt=0,
         le=2**20,
         description="width of the residual stream",
-        json_schema_extra={"aliases": "hidden_size n_embd dim"},
+        json_schema_extra=elsewhere("hidden_size n_embd dim"),
     )
     n_heads: Varied[Fixed[int]] = Field(
         8,
         gt=0,
         le=2**14,
         description="query heads per layer; divides d_model if head_dim is null",
-        json_schema_extra={"aliases": "num_attention_heads num_heads"},
+        json_schema_extra=elsewhere("num_attention_heads num_heads"),
     )
     n_layers: Varied[Fixed[int]] = Field(
         4,
         gt=0,
         le=MAX_LAYERS,
         description="Transformer blocks",
-        json_schema_extra={"aliases": "num_layers num_hidden_layers depth"},
+        json_schema_extra=elsewhere("num_layers num_hidden_layers depth"),
     )
     vocab_size: Fixed[VocabSize] = Field(
         None,
         validate_default=True,
         description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for"
         " synthetic data",
-        json_schema_extra={"aliases": "padded_vocab_size"},
+        json_schema_extra=elsewhere("padded_vocab_size"),
     )
     max_seq_len: Varied[Fixed[int]] = Field(
         2048,
         gt=0,
         le=2**24,
         description="longest sequence; the length in training (tokens)",
-        json_schema_extra={
-            "aliases": "block_size context_length cutoff_len max_length max_position_embeddings"
+        json_schema_extra=elsewhere(
+            "block_size context_length cutoff_len max_length max_position_embeddings"
             " max_seq_length n_ctx seq_len sequence_len"
-        },
+        ),
     )
     n_kv_heads: Fixed[int | None] = Field(
         None,
         gt=0,
         le=2**14,
         description="key-value heads; divides n_heads; null = n_heads",
-        json_schema_extra={"aliases": "num_key_value_heads n_query_groups"},
+        json_schema_extra=elsewhere("num_key_value_heads n_query_groups"),
     )
     head_dim: Fixed[int | None] = Field(
         None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads"
@@ -133,18 +133,18 @@ class ModelConfig(Config, frozen=True):
         le=2**24,
         description="feed-forward width, of each expert with n_experts; null = 4 d_model, or"
         " Llama's rule with a gate",
-        json_schema_extra={"aliases": "intermediate_size moe_intermediate_size expert_ff"},
+        json_schema_extra=elsewhere("intermediate_size moe_intermediate_size expert_ff"),
     )
     norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field(
         "layernorm",
         description="normalization of sublayers and output",
-        json_schema_extra={"meanings": {"rms": "did you mean rmsnorm?"}},
+        json_schema_extra=elsewhere("", {"rms": "did you mean rmsnorm?"}),
     )
     norm_eps: Fixed[float] = Field(
         1e-5,
         gt=0,
         description="added to the variance in each norm",
-        json_schema_extra={"aliases": "rms_norm_eps layer_norm_eps layer_norm_epsilon"},
+        json_schema_extra=elsewhere("rms_norm_eps layer_norm_eps layer_norm_epsilon"),
     )
     norm_placement: Fixed[Literal["pre", "post"]] = Field(
         "pre",
@@ -159,7 +159,7 @@ class ModelConfig(Config, frozen=True):
     positions: Fixed[Literal["learned", "rope"]] = Field(
         "learned",
         description="learned table, or rotary embedding",
-        json_schema_extra={"meanings": {"rotary": "did you mean rope?"}},
+        json_schema_extra=elsewhere("", {"rotary": "did you mean rope?"}),
     )
     n_positions: Fixed[int | None] = Field(
         None,
@@ -172,7 +172,7 @@ class ModelConfig(Config, frozen=True):
         10000.0,
         gt=0,
         description="base of the rotary wavelengths",
-        json_schema_extra={"aliases": "rope_base"},
+        json_schema_extra=elsewhere("rope_base"),
     )
     rope_scaling: OfRope[Fixed[RopeScaling | None]] = Field(
         None, description="scaling of the rotary frequencies (a mapping)"
@@ -180,14 +180,10 @@ class ModelConfig(Config, frozen=True):
     ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
         "relu",
         description="feed-forward network; gelu is GPT-2's tanh form; swiglu has a gate",
-        json_schema_extra={
-            "aliases": "hidden_act",
-            "meanings": {
-                "gelunew": "did you mean gelu?",
-                "gelupytorchtanh": "did you mean gelu?",
-                "silu": "did you mean swiglu?",
-            },
-        },
+        json_schema_extra=elsewhere(
+            "hidden_act",
+            {"gelunew gelupytorchtanh": "did you mean gelu?", "silu": "did you mean swiglu?"},
+        ),
     )
     bias: Fixed[Literal["ffn", "none", "qkv", "attention", "all"]] = Field(
         "ffn",
@@ -200,13 +196,13 @@ class ModelConfig(Config, frozen=True):
         le=2**14,
         description="feed-forward networks per layer, of which a router chooses some for each"
         " token; null = one, without a router",
-        json_schema_extra={"aliases": "num_experts num_local_experts n_routed_experts"},
+        json_schema_extra=elsewhere("num_experts num_local_experts n_routed_experts"),
     )
     experts_per_token: Annotated[Fixed[int], Needs("n_experts")] = Field(
         2,
         gt=0,
         description="experts that process a token",
-        json_schema_extra={"aliases": "num_experts_per_tok moe_top_k"},
+        json_schema_extra=elsewhere("num_experts_per_tok moe_top_k"),
     )
     n_shared_experts: Annotated[Fixed[int | None], Needs("n_experts")] = Field(
         None,
@@ -214,13 +210,13 @@ class ModelConfig(Config, frozen=True):
         le=MAX_SHARED_EXPERTS,
         description="experts that process every token, next to those that a router chooses"
         " (DeepSeek-V3: 1); null = none",
-        json_schema_extra={"aliases": "num_shared_experts"},
+        json_schema_extra=elsewhere("num_shared_experts"),
     )
     router: Annotated[Fixed[Literal["softmax", "sigmoid"]], Needs("n_experts")] = Field(
         "softmax",
         description="how scores follow from the router's logits: softmax (OLMoE, Qwen3), or sigmoid"
         " (DeepSeek-V3)",
-        json_schema_extra={"aliases": "scoring_func"},
+        json_schema_extra=elsewhere("scoring_func"),
     )
     norm_topk_prob: Annotated[Fixed[bool], Needs("n_experts")] = Field(
         True,
@@ -239,12 +235,12 @@ class ModelConfig(Config, frozen=True):
         gt=0,
         description="factor of the loss of router_balance, null = 0.01; or step of its bias, null ="
         " 0.001",
-        json_schema_extra={"aliases": "router_aux_loss_coef aux_loss_alpha aux_loss_coef"},
+        json_schema_extra=elsewhere("router_aux_loss_coef aux_loss_alpha aux_loss_coef"),
     )
     tie_embeddings: Fixed[bool] = Field(
         False,
         description="use the token embedding as the output matrix",
-        json_schema_extra={"aliases": "tie_word_embeddings weight_tying"},
+        json_schema_extra=elsewhere("tie_word_embeddings weight_tying"),
     )
     sliding_window: Fixed[int | None] = Field(
         None, gt=0, description="attend to the last N positions only (tokens)"
@@ -254,7 +250,7 @@ class ModelConfig(Config, frozen=True):
         ge=0,
         lt=1,
         description="probability of zeroing an activation in training",
-        json_schema_extra={"aliases": "attention_dropout dropout_rate"},
+        json_schema_extra=elsewhere("attention_dropout dropout_rate"),
     )
 
     name: ClassVar[str] = "model.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from lm.fields import Config, Logged, Unlogged
+from lm.fields import Config, Logged, Unlogged, elsewhere
 
 
 class CheckpointConfig(Config, frozen=True):
@@ -14,23 +14,22 @@ class CheckpointConfig(Config, frozen=True):
         50,
         gt=0,
         description="steps between checkpoints; one more after the last step",
-        json_schema_extra={
-            "aliases": "checkpoint.dump.every checkpoint.interval checkpoint_every"
-            " checkpoint_interval checkpointing_steps save_every save_interval save_steps"
-            " save_strategy"
-        },
+        json_schema_extra=elsewhere(
+            "checkpoint.dump.every checkpoint.interval checkpoint_every checkpoint_interval"
+            " checkpointing_steps save_every save_interval save_steps save_strategy"
+        ),
     )
     keep_checkpoints: Logged[int | None] = Field(
         2,
         gt=0,
         description="newest checkpoints to keep, in addition to the one of lowest validation loss;"
         " null = all",
-        json_schema_extra={"aliases": "save_total_limit keep_latest_k checkpoint.dump.keep"},
+        json_schema_extra=elsewhere("save_total_limit keep_latest_k checkpoint.dump.keep"),
     )
     async_checkpoint: Logged[bool] = Field(
         True,
         description="continue training while a checkpoint is written",
-        json_schema_extra={"aliases": "checkpoint.async_mode"},
+        json_schema_extra=elsewhere("checkpoint.async_mode"),
     )
     checkpoint_storage: Logged[str | None] = Field(
         None,
@@ -41,18 +40,17 @@ class CheckpointConfig(Config, frozen=True):
         "auto",
         description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL"
         " of a checkpoint or run",
-        json_schema_extra={"aliases": "resume_from_checkpoint"},
+        json_schema_extra=elsewhere("resume_from_checkpoint"),
     )
     init_from: Logged[str | None] = Field(
         None,
         description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION],"
         " which also supplies the model's keys and the tokenizer; or a checkpoint: its or its run's"
         " directory or URL, or on a cluster a UUID",
-        json_schema_extra={
-            "aliases": "base_model checkpoint.initial_load_path checkpoint.init_ckpt_path"
-            " hf_model init_ckpt_path initial_checkpoint_dir initial_load_path"
-            " model_name_or_path"
-        },
+        json_schema_extra=elsewhere(
+            "base_model checkpoint.initial_load_path checkpoint.init_ckpt_path hf_model"
+            " init_ckpt_path initial_checkpoint_dir initial_load_path model_name_or_path"
+        ),
     )
 
     @property

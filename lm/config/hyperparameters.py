@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from lm.checkpoint.config import CheckpointConfig
 from lm.data.config import DataConfig
 from lm.errors import ConfigError
-from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of
+from lm.fields import Config, Fixed, Unlogged, Varied, aliases_of, elsewhere
 from lm.metrics.config import MetricsConfig
 from lm.model_config import ModelConfig
 from lm.objectives.config import ObjectiveConfig
@@ -42,17 +42,17 @@ class RunConfig(Config, frozen=True):
         None,
         gt=0,
         description="optimizer steps; null = searcher.max_length, else 100",
-        json_schema_extra={
-            "aliases": "max_iters num_iterations num_steps searcher.max_length steps total_steps"
-            " train_steps training_steps"
-        },
+        json_schema_extra=elsewhere(
+            "max_iters num_iterations num_steps searcher.max_length steps total_steps train_steps"
+            " training_steps"
+        ),
     )
     max_epochs: Unlogged[float | None] = Field(
         None,
         le=1e6,
         description="passes over the data, instead of max_steps; below 0 = only validate and"
         " generate",
-        json_schema_extra={"aliases": "num_train_epochs num_epochs n_epochs epochs"},
+        json_schema_extra=elsewhere("num_train_epochs num_epochs n_epochs epochs"),
     )
     stop_at_step: Unlogged[int | None] = Field(
         None,
@@ -64,12 +64,12 @@ class RunConfig(Config, frozen=True):
         None,
         ge=0,
         description="of weights, data order and dropout; null = the trial's, else 42",
-        json_schema_extra={"aliases": "random_seed"},
+        json_schema_extra=elsewhere("random_seed"),
     )
     run_name: Unlogged[str | None] = Field(
         None,
         description="directory under runs/; null = the config file's name",
-        json_schema_extra={"aliases": "experiment_name wandb_name wandb_run_name"},
+        json_schema_extra=elsewhere("experiment_name wandb_name wandb_run_name"),
     )
     prompt: Unlogged[str | None] = Field(
         None, description="text that samples continue; null = the start of the validation data"
@@ -78,14 +78,14 @@ class RunConfig(Config, frozen=True):
         100,
         ge=0,
         description="tokens per sample, each a forward pass; 0 = no samples",
-        json_schema_extra={"aliases": "max_new_tokens eval_max_new_tokens"},
+        json_schema_extra=elsewhere("max_new_tokens eval_max_new_tokens"),
     )
     collective_timeout: Unlogged[float] = Field(
         600.0,
         ge=1,
         le=604800,
         description="longest wait for another rank (seconds)",
-        json_schema_extra={"aliases": "ddp_timeout train_timeout_seconds"},
+        json_schema_extra=elsewhere("ddp_timeout train_timeout_seconds"),
     )
 
     @field_validator("max_epochs")

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from lm.data.named_fields import check_fields
 from lm.errors import ConfigError
-from lm.fields import Config, Fixed, Logged, Needs, Varied
+from lm.fields import Config, Fixed, Logged, Needs, Varied, elsewhere
 from lm.units import format_count
 
 MAX_BATCH_SIZE = 2**24
@@ -35,18 +35,18 @@ class DataConfig(Config, frozen=True):
         "synthetic",
         description="random tokens, UTF-8 text, token files (`python -m lm.prepare`), JSON Lines or"
         " a streamed dataset",
-        json_schema_extra={
-            "meanings": {"json": "did you mean jsonl?", "txt": "did you mean text?"}
-        },
+        json_schema_extra=elsewhere(
+            "", {"json": "did you mean jsonl?", "txt": "did you mean text?"}
+        ),
     )
     train_data: OfFiles[Fixed[str | dict[str, Annotated[float, Field(gt=0)]] | None]] = Field(
         None,
         description="a file, directory or glob; text: null = the Python standard library's source;"
         " tokens: a directory, or several with weights; jsonl: also a directory of `python -m"
         " lm.prepare --config`; hf: also a dataset on the hub",
-        json_schema_extra={
-            "aliases": "data_dir data_path dataset_path root_dir sources train_dataset train_file"
-        },
+        json_schema_extra=elsewhere(
+            "data_dir data_path dataset_path root_dir sources train_dataset train_file"
+        ),
     )
     val_data: OfFiles[Logged[str | dict[str, str] | None]] = Field(
         None,
@@ -54,43 +54,38 @@ class DataConfig(Config, frozen=True):
         " with its loss; null = held out of train_data: 5 % (text, jsonl), the directory's"
         " validation part (tokens); hf: also a split,"
         " null = `validation`",
-        json_schema_extra={
-            "aliases": "eval_data eval_dataset test_datasets validation.dataset validation_file"
-        },
+        json_schema_extra=elsewhere(
+            "eval_data eval_dataset test_datasets validation.dataset validation_file"
+        ),
     )
     tokenizer: OfFiles[Fixed[str | None]] = Field(
         None,
         description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name;"
         " null = that of the token files (tokens), else bytes",
-        json_schema_extra={
-            "aliases": "hf_assets_path tokenizer_dir tokenizer_name tokenizer_name_or_path"
-            " tokenizer_path"
-        },
+        json_schema_extra=elsewhere(
+            "hf_assets_path tokenizer_dir tokenizer_name tokenizer_name_or_path tokenizer_path"
+        ),
     )
     fields: OfRecords[Fixed[dict[str, str] | None]] = Field(
         None,
         description="what the keys of records hold, e.g. {user: question, assistant: answer} or"
         ' {text: "{title}\\n{body}"}; other keys are left out; null = records have the keys of'
         " docs/data.md (jsonl, hf)",
-        json_schema_extra={"aliases": "column_mapping field_mapping"},
+        json_schema_extra=elsewhere("column_mapping field_mapping"),
     )
     loss_on: OfJsonLines[Logged[Literal["all", "completion"]]] = Field(
         "all",
         description="tokens that are targets (jsonl)",
-        json_schema_extra={
-            "aliases": "completion_only_loss assistant_only_loss mask_prompt",
-            "meanings": {
-                "assistant": "did you mean completion?",
-                "true": "did you mean completion?",
-                "false": "did you mean all?",
-            },
-        },
+        json_schema_extra=elsewhere(
+            "completion_only_loss assistant_only_loss mask_prompt",
+            {"assistant true": "did you mean completion?", "false": "did you mean all?"},
+        ),
     )
     chat_template: OfJsonLines[Fixed[str | None]] = Field(
         None,
         description="a Jinja file, or the name of a template in TRL's package, e.g. qwen3_training;"
         " null = the tokenizer's (jsonl)",
-        json_schema_extra={"aliases": "chat_template_path"},
+        json_schema_extra=elsewhere("chat_template_path"),
     )
     chat_template_kwargs: OfJsonLines[Logged[dict[str, Any] | None]] = Field(
         None,
@@ -100,18 +95,18 @@ class DataConfig(Config, frozen=True):
     packing: OfJsonLines[Logged[bool]] = Field(
         True,
         description="several samples in a sequence, each in one piece; false = one sample (jsonl)",
-        json_schema_extra={"aliases": "sample_packing"},
+        json_schema_extra=elsewhere("sample_packing"),
     )
     data_workers: OfStreams[Logged[int]] = Field(
         1,
         gt=0,
         description="processes per rank that read and tokenize (hf)",
-        json_schema_extra={"aliases": "dataloader_num_workers num_workers"},
+        json_schema_extra=elsewhere("dataloader_num_workers num_workers"),
     )
     hf_config: OfStreams[Logged[str | None]] = Field(
         None,
         description="configuration of the dataset on the hub, e.g. en for C4 (hf)",
-        json_schema_extra={"aliases": "dataset_config dataset_config_name"},
+        json_schema_extra=elsewhere("dataset_config dataset_config_name"),
     )
     attend_across_documents: OfTokens[Fixed[bool]] = Field(
         True,
@@ -124,25 +119,23 @@ class DataConfig(Config, frozen=True):
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per device in a micro-batch",
-        json_schema_extra={
-            "aliases": "device_batch_size local_batch_size micro_batch_size"
-            " per_device_train_batch_size train_micro_batch_size_per_gpu"
-        },
+        json_schema_extra=elsewhere(
+            "device_batch_size local_batch_size micro_batch_size per_device_train_batch_size"
+            " train_micro_batch_size_per_gpu"
+        ),
     )
     total_batch_size: Varied[Fixed[int | None]] = Field(
         None,
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per optimizer step over all ranks; null = batch_size x ranks",
-        json_schema_extra={"aliases": "global_batch_size train_batch_size"},
+        json_schema_extra=elsewhere("global_batch_size train_batch_size"),
     )
     validation_batches: Logged[int] = Field(
         10,
         gt=0,
         description="batches of total_batch_size in a validation, of each set of val_data",
-        json_schema_extra={
-            "aliases": "eval_iters eval.max_iters limit_val_batches validation.steps"
-        },
+        json_schema_extra=elsewhere("eval_iters eval.max_iters limit_val_batches validation.steps"),
     )
 
     @field_validator("val_data")

