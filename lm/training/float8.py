@@ -74,11 +74,7 @@ def convert_to_float8(model: AnyModel, recipe: str, on_gpu: bool, shards: int | 
     layers = find_layers(model, recipe, on_gpu)
     modules = {layer.module for layer in layers}
     weights = {layer.weight for layer in layers}
-
-    def count_converted(parameter: nn.Parameter) -> int:
-        return parameter.numel() if parameter in weights else 0
-
-    note = describe_rest(f"float8: {recipe} computes", model, count_converted)
+    note = describe_rest(f"float8: {recipe} computes", model, weights)
     config = Float8LinearConfig.from_recipe_name(recipe)
     if gathers_in_float8(recipe, [len(weight) for weight in weights], shards):
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)

@@ -13,7 +13,6 @@ and `experts.lora_B.down_proj` (lm/training/experts.py). With `use_rslora`, the 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +25,11 @@ from lm.training.config import LoraConfig
 from lm.training.four_bits import FORMATS, NF4, NF4Linear
 from lm.training.roles import (
     describe_rest,
-    find_decayed,
     find_expert_matrices,
     find_linear_layers,
     find_roundable,
 )
-from lm.transformers_config import AnyModelConfig, without_numbers
-from lm.units import format_parameters
+from lm.transformers_config import AnyModelConfig
 from model import InitRule
 
 AdaptedModel = TypeVar("AdaptedModel", bound=AnyModel)
@@ -96,68 +93,32 @@ def add_adapters(
 
 
 def notes(config: LoraConfig, model: AnyModel) -> list[str]:
-    """Return lines on what of the blocks adapters and `base_dtype` leave out."""
-    notes = [_describe_left_out(config, model), _describe_dense(config, model)]
+    """Return lines on which weights of the blocks adapters and `base_dtype` leave as they are."""
+
+    def count_weights(parameter: Tensor) -> int:
+        if config.base_dtype is not None and parameter.dtype == torch.uint8:
+            return FORMATS[config.base_dtype].count_weights(parameter)
+        return parameter.numel()
+
+    notes: list[str | None] = []
+    if config.lora_rank is not None:
+        notes.append(describe_rest("adapters change", model, _find_adapted(model), count_weights))
+    if config.base_dtype is not None:
+        what = f"base_dtype: {config.base_dtype} holds"
+        held = {parameter for parameter in model.parameters() if parameter.dtype == torch.uint8}
+        notes.append(describe_rest(what, model, held, count_weights))
     return [note for note in notes if note is not None]
 
 
-def _n_weights(config: LoraConfig, parameter: Tensor) -> int:
-    if config.base_dtype is not None and parameter.dtype == torch.uint8:
-        return FORMATS[config.base_dtype].count_weights(parameter)
-    return parameter.numel()
-
-
-def _describe_left_out(config: LoraConfig, model: AnyModel) -> str | None:
-    """Return a line on the matrices of the blocks without an adapter; None = next to nothing.
-
-    Linear layers that `lora_targets` does not name are left out as asked.
-    """
-    rank = config.lora_rank
-    if rank is None:
-        return None
-    matrices = find_decayed(model)
-    left_out: Counter[str] = Counter()
-    narrow: set[str] = set()
-    total = 0
-    for block in model.blocks:
-        modules = dict(block.named_modules())
-        parameters = dict(block.named_parameters())
-        for name, parameter in parameters.items():
-            if parameter.requires_grad or parameter not in matrices:
-                continue  # of an adapter; or a norm, a bias
-            n_weights = _n_weights(config, parameter)
-            total += n_weights
-            path, _, leaf = name.rpartition(".")
-            module = modules[path]
-            is_layer = isinstance(module, nn.Linear | NF4Linear)
-            is_expected = is_layer and isinstance(config.lora_targets, list)
-            if f"{path}.lora_A.{leaf}" in parameters or is_expected:
-                continue
-            kind = without_numbers(name)
-            left_out[kind] += n_weights
-            if is_layer and min(module.out_features, module.in_features) < rank:
-                narrow.add(kind)
-    kinds: list[str] = []
-    for kind, n_weights in left_out.most_common():
-        if kind in narrow:
-            kinds.append(f"{kind} ({format_parameters(n_weights)}, narrower than lora_rank)")
-        elif n_weights > total / 100:
-            kinds.append(f"{kind} ({format_parameters(n_weights)})")
-    if not kinds:
-        return None
-    of_blocks = f"of {format_parameters(total)} weights of the blocks"
-    return f"adapters leave out, {of_blocks}: {', '.join(kinds)}"
-
-
-def _describe_dense(config: LoraConfig, model: AnyModel) -> str | None:
-    """Return a line on what of the blocks `base_dtype` does not hold; None = next to nothing."""
-    if config.base_dtype is None:
-        return None
-
-    def count_held(parameter: Tensor) -> int:
-        return _n_weights(config, parameter) if parameter.dtype == torch.uint8 else 0
-
-    return describe_rest(f"base_dtype: {config.base_dtype} holds", model, count_held)
+def _find_adapted(model: AnyModel) -> set[nn.Parameter]:
+    """Return the weights of the base that have adapters."""
+    named = dict(model.named_parameters())
+    adapted: set[nn.Parameter] = set()
+    for name, parameter in named.items():
+        parent, _, leaf = name.rpartition(".")
+        if f"{parent}.lora_A.{leaf}" in named:
+            adapted.add(parameter)
+    return adapted
 
 
 def adapter_init_rule(name: str, parameter: Tensor) -> InitRule | None:

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -101,22 +101,24 @@ def find_roundable(model: AnyModel) -> list[LinearLayer]:
 
 
 def describe_rest(
-    what: str, model: AnyModel, count_changed: Callable[[nn.Parameter], int]
+    what: str,
+    model: AnyModel,
+    changed: Set[nn.Parameter],
+    count_weights: Callable[[nn.Parameter], int] = torch.numel,
 ) -> str | None:
     """Return a line on which weights of the blocks stay as they are; None = hardly any.
 
     Args:
         what: changes the others, with a verb, e.g. "base_dtype: nf4 holds".
-        count_changed: how many weights of a parameter are these: all or none.
     """
     n_changed = 0
     rest: Counter[str] = Counter()
     for block in model.blocks:
         for name, parameter in block.named_parameters():
-            n_its_changed = count_changed(parameter)
-            n_changed += n_its_changed
-            if n_its_changed == 0 and ".lora_" not in name:  # adapters are no weights of a base
-                rest[without_numbers(name)] += parameter.numel()
+            if parameter in changed:
+                n_changed += count_weights(parameter)
+            elif ".lora_" not in name:  # adapters are no weights of a base
+                rest[without_numbers(name)] += count_weights(parameter)
     total = n_changed + rest.total()
     kinds = [
         f"{kind} ({format_parameters(n)})" for kind, n in rest.most_common() if n > total / 100

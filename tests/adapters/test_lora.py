@@ -728,15 +728,15 @@ def test_what_adapters_leave_out_is_said(tmp_path: Path) -> None:
     assert any(".shared_expert.up_proj." in name for name in trained)
     assert not [name for name in trained if "shared_expert_gate" in name]  # of one output
     (note,) = lora.notes(hp.lora, model)
-    assert re.search(r"experts\.gate_up_proj \(", note)
-    assert re.search(r"shared_expert_gate\.weight \(\d+, narrower than lora_rank\)", note)
+    assert re.search(r"change \d+% .*; as they are stay .*experts\.gate_up_proj \(", note)
 
     hp = read_with_model_defaults(source | {"lora_rank": 4, "lora_targets": ["q_proj"]})
     with torch.device("meta"):
         model = lora.add_adapters(new_model(hp.model), hp.lora, None)
     (note,) = lora.notes(hp.lora, model)
     assert "experts.gate_up_proj" in note
-    assert "proj.weight" not in note  # as asked
+    assert "k_proj.weight" in note
+    assert "q_proj.weight" not in note
     with pytest.raises(ConfigError, match=r"4 exceeds .* shared_expert_gate \(1 x 64\)"):
         read_with_model_defaults(
             source | {"lora_rank": 4, "lora_targets": ["shared_expert_gate", "q_proj"]}
