@@ -27,9 +27,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from lm.command_line import Parser, format_table, location_argument, number
+from lm.data.progress import progress_bar
 from lm.errors import RunError, command
 from lm.fileio import choose_compiler_cache
 from lm.hf.arguments import add_loading_arguments
@@ -67,10 +66,7 @@ def score_model(
     results: Results = {}
     for task in tokenized:
         scorer = Scorer(task, model, world)
-        is_hidden = None  # unless stderr is a terminal
-        if world.rank != 0:
-            is_hidden = True
-        with tqdm(total=scorer.n_steps, desc=task.name, unit="batch", disable=is_hidden) as bar:
+        with progress_bar(task.name, scorer.n_steps, "batch", hidden=world.rank != 0) as bar:
             for _ in scorer.score():
                 bar.update()
         results[task.name] = grade(task, scorer.gather())

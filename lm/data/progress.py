@@ -1,4 +1,4 @@
-"""Progress bars of what precedes the first step: the reading of files, the reference of DPO."""
+"""Progress bars: of files that are read, of the reference of DPO, of tasks."""
 
 from __future__ import annotations
 
