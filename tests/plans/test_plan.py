@@ -31,7 +31,12 @@ from lm.metrics.device import GIB
 from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main, parse_plan_arguments
-from lm.plan.describe import change_settings, describe_ranks, load_hyperparameters
+from lm.plan.describe import (
+    change_settings,
+    describe_ranks,
+    find_fewest_gpus,
+    load_hyperparameters,
+)
 from lm.runtime.world import make_mesh
 from lm.training import parallelize, precision
 from lm.transformers_model import build_network, read_config, text_config
@@ -214,43 +219,38 @@ def test_a_few_blocks_tell_the_memory_of_all(
         )
 
 
-LAYERS_OF_CLASSES: list[tuple[str, int, dict[str, Any], list[int]]] = [
-    ("gpt_oss", 13, {"layer_types": (["sliding_attention", "full_attention"] * 7)[:13]}, [5, 7]),
-    ("lfm2", 11, {"layer_types": ["conv"] * 10 + ["full_attention"]}, [11]),  # no kind repeats
-]
-"""how many, of which kinds, and with how many steps are taken"""
+def model_of_kinds(kind: str, layer_types: list[str]) -> Hyperparameters:
+    layers = {"num_hidden_layers": len(layer_types), "layer_types": layer_types}
+    model = model_of_transformers(kind, **layers)
+    return Hyperparameters.from_flat({"amp_dtype": "bfloat16", "compile": False} | model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "n_layers", "kinds", "taken"), LAYERS_OF_CLASSES, ids=["gpt_oss", "lfm2"]
-)
 def test_a_few_blocks_of_a_class_tell_the_memory_of_all_if_their_kinds_repeat(
-    kind: str,
-    n_layers: int,
-    kinds: dict[str, Any],
-    taken: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = model_of_transformers(kind, num_hidden_layers=n_layers, **kinds)
-    hp = Hyperparameters.from_flat({"amp_dtype": "bfloat16", "compile": False} | model)
+    types = ["sliding_attention", "full_attention"]
+    hp = model_of_kinds("gpt_oss", (5 * types)[:9])
     ranks = Ranks(torch.bfloat16, "cuda", 8, 4, 80 * GIB)
     take_step = step.take_step
     all_blocks = take_step(hp, ranks)
-    counts: list[int] = []
+    taken: list[int] = []
 
     def take_step_and_count(hp: Hyperparameters, ranks: Ranks) -> Any:
-        counts.append(hp.model.structure()["num_hidden_layers"])
+        taken.append(hp.model.structure()["num_hidden_layers"])
         return take_step(hp, ranks)
 
     monkeypatch.setattr(step, "take_step", take_step_and_count)
     measured = step.measure_step(hp, ranks)
-    assert counts == taken
+    assert taken == [5, 7]
     for phase, memory in all_blocks.items():
         n_bytes = step.device_bytes(memory)
         assert step.device_bytes(measured[phase]) == pytest.approx(n_bytes, rel=0.02, abs=2**20), (
             phase
         )
+    # All blocks, if no kind repeats.
+    step.measure_step(model_of_kinds("lfm2", [*["conv"] * 6, "full_attention"]), ranks)
+    assert taken == [5, 7, 7]
 
 
 def test_optimizer_with_muon_needs_copies_of_a_matrix() -> None:
@@ -518,11 +518,12 @@ def test_plan_that_does_not_fit_proposes_settings(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_plan_that_does_not_fit_says_how_many_gpus_do(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "batch_size=2", "total_batch_size=20", "--memory", "0.45"]
-    assert main([*arguments, "--gpus", "4"]) == 2
-    assert "it fits on 8 GPUs in 1 node" in capsys.readouterr().out
-    assert main([*arguments, "--gpus", "8"]) == 0
+def test_fewest_gpus_on_which_a_step_fits() -> None:
+    given = load_hyperparameters(
+        parse_plan_arguments([*SMALL, "batch_size=2", "total_batch_size=20"])
+    )
+    assert find_fewest_gpus(given, on_gpus(4, 0.45)) == 8
+    assert find_fewest_gpus(given, on_gpus(4, 0.3)) is None
 
 
 @pytest.mark.slow
