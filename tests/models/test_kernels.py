@@ -367,7 +367,7 @@ def train_all(world: World, folder: str, runs: dict[str, dict[str, Any]]) -> dic
 @pytest.mark.slow
 def test_runs_with_other_kernels_have_the_losses_of_ours(llama: Path, tmp_path: Path) -> None:
     """Packed; what is generated, exported or started from them needs no kernels of others."""
-    kernels = {"ours": None, "eager": "eager", "sdpa": "sdpa", "starts": "reads-starts"}
+    kernels = {"ours": None, "sdpa": "sdpa", "starts": "reads-starts"}
     runs = {name: settings(llama, attn_implementation=each) for name, each in kernels.items()}
     for run in runs.values():
         assert read_with_model_defaults(run).data.packing
