@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import kubeflow_trainer_api.models
 import pytest
 
 from lm.config.reading import read_hyperparameters
@@ -27,11 +26,9 @@ from tests.support.launch_files import Document, only_container, read_documents
 
 
 def read_by_trainer(document: Document) -> Any:
-    return (
-        getattr(kubeflow_trainer_api.models, f"TrainerV1alpha1{document['kind']}")
-        .from_dict(document)
-        .to_dict()
-    )
+    from kubeflow_trainer_api import models  # takes a second
+
+    return getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict()
 
 
 def mappings(value: Any) -> list[Document]:
