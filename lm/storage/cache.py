@@ -159,15 +159,13 @@ def _delete_unused(root: Path) -> None:
                 discard(path)
 
 
+@oserror_as_config_error
 def describe_files(files: Sequence[Path]) -> list[str]:
     """Return the name of each file with the hash of its content."""
     described: list[str] = []
     for path in files:
         name = os.fsencode(path.name).decode(errors="backslashreplace")  # as UTF-8
-        try:
-            described.append(f"{name}, sha256 {_content_hash(path)}")
-        except OSError:  # who reads the file says why
-            described.append(f"{name}, not read at {time.time_ns()}")
+        described.append(f"{name}, sha256 {_content_hash(path)}")
     return described
 
 
