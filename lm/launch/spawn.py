@@ -19,8 +19,9 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
-from lm.errors import ConfigError, command, open_standard_streams
+from lm.errors import ConfigError, command, nearest_file, open_standard_streams
 from lm.launch.console import announce
 from lm.launch.machine import has_gpu
 from lm.launch.process import die_with_parent
@@ -29,6 +30,8 @@ from lm.launch.signals import handle_stop_signals
 GRACE = 1.0
 """Seconds that the other ranks have to end when one fails."""
 
+MAX_RANKS = 1024
+"""of one machine"""
 LOOPBACK = "127.0.0.1"
 
 
@@ -161,9 +164,11 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    if args.nproc is not None and args.nproc < 1:
-        parser.error(f"--nproc {args.nproc}: use at least 1")
     n_ranks = args.nproc
+    if n_ranks is not None and not 1 <= n_ranks <= MAX_RANKS:
+        raise ConfigError(f"--nproc: {n_ranks} is not from 1 to {MAX_RANKS}")
+    if not args.m and not Path(args.script).is_file():
+        raise ConfigError(f"{args.script}: no such file{nearest_file(args.script)}")
     if n_ranks is None:
         n_ranks = default_n_ranks()
     program = [sys.executable, args.script, *args.arguments]

@@ -659,7 +659,7 @@ def test_process_whose_parent_has_ended_before_it_asked_ends(parent: str, code: 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace")
 def test_local_launch_without_ipv4_is_refused() -> None:
     without_ipv4 = "ip link set lo up && ip address del 127.0.0.1/8 dev lo || exit 99"
-    launch = f"{sys.executable} -m lm.launch --nproc 2 x.py"
+    launch = f"{sys.executable} -m lm.launch --nproc 2 fsdp.py"
     command = ["unshare", "-n", "sh", "-c", f"{without_ipv4}; {launch}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode in (1, 99):
@@ -707,7 +707,16 @@ def test_reserved_port_is_given_only_to_who_names_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--nproc", "0", "x.py"], ["--nproc", "two", "x.py"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--nproc", number, "fsdp.py"] for number in ("0", "100000", "two")),
+        ["--nproc", "2", "x.py"],
+        ["--nproc", "2", "lm"],
+        [],
+    ],
+    ids=" ".join,
+)
 def test_local_launch_refuses_an_invalid_command_line(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "lm.launch", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
