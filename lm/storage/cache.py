@@ -194,9 +194,12 @@ def file_states(files: Sequence[Path]) -> dict[str, list[int]]:
 
 
 def file_state(path: Path) -> list[int]:
-    """Return what changes when a file is written, also if that restores its content."""
+    """Return what changes when a file is written, also if that restores its content.
+
+    Not its inode: mounted object storage can number a file anew at each look.
+    """
     status = path.stat()
-    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def remembered(facts: object, compute: Callable[[], str]) -> str:
