@@ -65,8 +65,13 @@ class LinearLayer:
 
     @property
     def is_called(self) -> bool:
-        """Whether its class calls it: if it reads the weight, it would ignore an adapter."""
-        return not reads_weight(type(self.parent), self.kind)
+        """Whether its class calls it for a product: only then it can have an adapter.
+
+        Some classes read the weight instead. Some routers, which are linear layers by their type,
+        return which experts they choose.
+        """
+        chooses = self.is_gate and type(self.module) is not nn.Linear
+        return not chooses and not reads_weight(type(self.parent), self.kind)
 
 
 def find_linear_layers(root: nn.Module, blocks: Iterable[nn.Module]) -> list[LinearLayer]:
