@@ -419,13 +419,6 @@ def test_plan_command_refuses_wrong_arguments(
 SMALL = ["--config", str(REPOSITORY / "config.yaml"), "max_seq_len=256", "n_layers=2"]
 
 
-@pytest.mark.slow
-def test_plan_rounds_the_batch_up_for_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["batch_size=2", "total_batch_size=20", "--gpus", "16", "--memory", "0.5"]
-    assert main([*SMALL, *sizes]) == 0
-    assert re.match("total_batch_size: 20 .* planned with 32\n", capsys.readouterr().out)
-
-
 def test_settings_are_planned_with_the_batch_of_the_run() -> None:
     sizes = ["batch_size=2", "total_batch_size=8", "context_parallel=2", "--gpus", "8"]
     given = load_hyperparameters(parse_plan_arguments([*SMALL, *sizes]))
