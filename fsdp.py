@@ -12,7 +12,7 @@ Trainer         the parts of a run, and what is done with them; `train_steps` is
 
 Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks, a session
 the time of a run in one process. A rate is a number of steps. A run that only validates and samples
-has `max_steps` 0: its loop takes no step, and it saves nothing.
+has `max_steps` 0 (`run.trains` is False): its loop takes no step, and it saves nothing.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def train_together(job: Job, world: World) -> int:
 
     If a rank fails, the others end with its error as soon as they wait for it. If a rank hangs,
     each that waits for it longer than `collective_timeout` prints an error that names it, and ends;
-    the one that hangs prints the stacks of its threads. An error saves nothing: the next start
+    the one that hangs prints the stacks of its threads. An error is rank-local, and printed by its
+    rank, until all ranks know it; then rank 0 prints it. An error saves nothing: the next start
     resumes from the newest complete checkpoint.
     """
     watchdog = Watchdog(
@@ -154,7 +155,7 @@ def train_together(job: Job, world: World) -> int:
     except RunError as error:
         # Collectives have ended; the key-value store by which the ranks met still answers.
         record_error(error)
-        if error.rank_local or world.rank == 0:  # an error that all ranks have, rank 0 prints
+        if error.rank_local or world.rank == 0:
             print(error, file=sys.stderr)
             watchdog.publish_error(error)  # for ranks that lose the connection to this one
         if store is not None:
@@ -208,24 +209,24 @@ def build_model(hp: Hyperparameters, mesh: DeviceMesh, amp_dtype: torch.dtype | 
     with torch.device("meta"):
         model = new_model(hp.model, dropout=not hp.objective.of_pairs)
         model = lora.add_adapters(model, hp.lora, amp_dtype)
-    # In this order: the compiler has to see the float8 products and what is recomputed, and
-    # offloading what compiled blocks save. Each replaces the `forward` of modules, not the modules,
-    # so parameters keep their names. FSDP, below, gathers the weights of a block before all of it.
+    # In this order: what is compiled contains the float8 products and what is recomputed, and what
+    # is offloaded is what compiled blocks save. Each replaces the `forward` of modules, not the
+    # modules, so parameters keep their names. FSDP gathers the weights of a block before all of it.
     parallelize.apply_float8(model, hp.precision.float8, hp.parallel, mesh)
     parallelize.apply_activation_checkpointing(model, hp.parallel.activation_checkpointing)
     parallelize.apply_compile(model, hp.parallel, hp.precision.float8, mesh)
     parallelize.apply_activation_offload(model, hp.parallel, mesh)
     mixed_precision = MixedPrecisionPolicy(
         param_dtype=amp_dtype,
-        # In which a rank adds the gradients of its micro-batches, and the ranks theirs: by default
-        # float32. What is reduced already (sync_each_micro_step) is added in float32.
+        # The dtype in which a rank adds the gradients of its micro-batches, and all ranks theirs:
+        # by default float32. Reduced gradients (sync_each_micro_step) are added in float32.
         reduce_dtype=getattr(torch, hp.parallel.reduce_dtype),
         # Embeddings already have the dtype of forward, and rotary angles have to stay float32.
         cast_forward_inputs=False,
     )
     full_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # The model comes first, then what is inside of it: FSDP looks for parameters in all modules but
-    # those that are units already.
+    # The model comes first, then what is inside of it: FSDP does not look into modules that are
+    # units already, and some parameters of a block belong to a unit around all blocks.
     for unit in parallelize.divide_into_units(model, amp_dtype, hp.parallel.layer_wrap):
         fully_shard(
             unit.module,
@@ -338,8 +339,8 @@ class Trainer:
 
         `preflight` has listed the candidates, newest first. One whose files do not match their
         checksums is skipped, and the next one is loaded; if all are damaged, the run is refused.
-        What an earlier run has left is moved aside after all is loaded; a save that was killed is
-        deleted by the next one.
+        What an earlier run has left in the run directory is moved aside after all is loaded. A
+        checkpoint of which only a part was saved is deleted by the next save.
         """
         run = self.run
         log = self.logger.info
@@ -462,7 +463,7 @@ class Trainer:
                 self.accumulator.add_listed_step()
             else:
                 losses = self.forward_backward(batch)
-                vote = self.start_vote()  # the update hides the time that it takes
+                vote = self.start_vote()  # the update hides its time; a later signal: next step
                 self.update_weights(batch, losses)
             if profiler_step is not None:
                 profiler_step()
@@ -509,8 +510,8 @@ class Trainer:
 
         If a gradient of any rank is inf or NaN, or the loss or the norm a spike (`skip_spikes`),
         weights and moments stay, and in float16 an inf or NaN halves the scale of the loss. The
-        step still counts, but not in the reported loss and norm; `log_training` ends the run after
-        `skip_nonfinite` consecutive ones.
+        step still counts for `max_steps` and the learning rate, but not in the reported loss and
+        norm. `log_training` ends the run if `skip_nonfinite` consecutive steps were skipped.
         """
         # DPO: before the first update, the model is its own reference, so all rewards are 0.
         self.objective.check_before_update(
