@@ -378,7 +378,6 @@ def hide_package(folder: Path, name: str) -> str:
         ("yaml", "fsdp", "--config config.yaml"),
         ("tensorboard", "fsdp", f"--config {REPOSITORY}/config.yaml max_steps=1"),
         ("pydantic", "lm.config", ""),
-        ("tqdm", "lm.evaluate", "x"),
         ("google_crc32c", "lm.generate", "x --prompt x"),
     ],
 )
