@@ -14,10 +14,10 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# pip compiles on one core, compileall on all, and it continues after files of other versions of Python.
+# pip compiles on one core, compileall on all; it continues after files of other versions of Python.
 define install
 @$(PIP) --no-compile --requirement $(1)
-@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
+@$(BIN)/python -m compileall -q -j 0 -x /tests/ .venv/lib > /dev/null 2>&1 || true
 endef
 
 # Tests start many interpreters; with this, each would compile the modules again.
