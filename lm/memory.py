@@ -61,7 +61,7 @@ class State:
     frozen: int
     moments: int
     of_adapters: list[str]
-    """lines on what adapters and `base_dtype` leave out"""
+    """lines on which weights adapters and `base_dtype` leave as they are"""
 
     @property
     def copied(self) -> int:

@@ -52,8 +52,8 @@ def open_store(
 class ClusterCheckpoints(CheckpointStore):
     """The checkpoints of a trial, through Core API's checkpoint context, which reports them.
 
-    Their names are UUIDs. Only those that this process saved and the one that it resumed from are
-    counted.
+    Their names are UUIDs. Only those that this process saved, and the one of this trial that it
+    resumed from, are counted.
 
     Args:
         latest: checkpoint from which the platform resumes, or forks, the trial.

@@ -39,7 +39,7 @@ class CheckpointConfig(Config, frozen=True):
     resume: Unlogged[str] = Field(
         "auto",
         description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL"
-        " of a checkpoint or run",
+        " of a checkpoint or run, or on a cluster a UUID",
         json_schema_extra=elsewhere("resume_from_checkpoint"),
     )
     init_from: Logged[str | None] = Field(
