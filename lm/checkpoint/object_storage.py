@@ -87,8 +87,9 @@ class BucketCheckpoints(RunCheckpoints):
             raise ConfigError(f"{problem}, but checkpoint_storage is {self.bucket.url}; {remedy}")
         lease = Lease(self.bucket, self._run_dir / "lease")
         finish_move(self.places)
-        for name in self.bucket.sizes().keys() & set(RUN_FILES):
-            write_durably(self._run_dir / name, self.bucket.read(name))
+        sizes = self.bucket.sizes()
+        for name in sizes.keys() & set(RUN_FILES):  # of any length, e.g. of many reports
+            write_durably(self._run_dir / name, self.bucket.read(name, sizes[name]))
         # Only now: `release` uploads the run's files, which have to be those of the bucket.
         self._lease = lease
 

@@ -39,6 +39,7 @@ from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import LocalCheckpoints
 from lm.config.reading import read_hyperparameters
 from lm.errors import ConfigError, RunError
+from lm.fileio import MAX_JSON_BYTES
 from lm.launch.spawn import reserve_port
 from lm.preflight import Job, preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
@@ -514,6 +515,14 @@ def test_location_in_a_bucket_can_be_sent_to_other_ranks(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     location = locate_checkpoint(f"{s3}/checkpoint")
     assert pickle.loads(pickle.dumps(location)) == location
+
+
+def test_reports_of_many_steps_are_downloaded(s3: str, tmp_path: Path) -> None:
+    place = BucketCheckpoints(f"{s3}/test", tmp_path)
+    place.bucket.write("metrics.jsonl", b"1\n" * MAX_JSON_BYTES)
+    place.acquire()
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 2 * MAX_JSON_BYTES
+    place.release()
 
 
 def test_start_in_a_bucket_is_recorded_before_its_weights_are_loaded(
