@@ -261,7 +261,7 @@ def drop_records(path: Path, kind: type[L], is_kept: Callable[[L], bool]) -> Non
         for line in _read_lines(file, size):
             with suppress(ValidationError):
                 if is_kept(kind.model_validate_json(line)):
-                    kept.write(line)
+                    kept.write(line.removesuffix(b"\n") + b"\n")  # which a full disk can cut off
         sync(kept)
     draft.replace(path)
 

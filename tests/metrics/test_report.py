@@ -301,12 +301,15 @@ def test_session_records_the_last_write_before_it() -> None:
     assert second["last_write"] == 40.0
 
 
-def test_session_follows_one_that_a_full_disk_has_cut_short() -> None:
+@pytest.mark.parametrize(
+    ("cut", "steps"), [('{"time": 2.0, "st', [0, 5]), ('{"time": 2.0, "step": 3}', [0, 3, 5])]
+)
+def test_session_follows_one_that_a_full_disk_has_cut_short(cut: str, steps: list[int]) -> None:
     run_dir = RunDir("x")
     run_dir.path.mkdir(parents=True)
-    run_dir.sessions.write_text('{"time": 1.0, "step": 0}\n{"time": 2.0, "st')
+    run_dir.sessions.write_text(f'{{"time": 1.0, "step": 0}}\n{cut}')
     run_dir.add_session({}, {"step": 5})
-    assert [line.step for line in read_records(run_dir.sessions, Line)] == [0, 5]
+    assert [line.step for line in read_records(run_dir.sessions, Line)] == steps
 
 
 def test_report_command_accepts_all_of_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
