@@ -313,7 +313,6 @@ def test_memory_snapshot_after_out_of_memory(
     assert not gpu_memory.is_recording
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_memory_snapshot_that_cannot_be_written_hides_no_error(
     tmp_path: Path, gpu_memory: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +324,7 @@ def test_memory_snapshot_that_cannot_be_written_hides_no_error(
     assert not gpu_memory.is_recording
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_memory_snapshot_without_a_gpu_is_refused_before_the_run(tmp_path: Path) -> None:
     for arguments in (("--dry-run",), ()):
         refused = run_fsdp(tmp_path, "memory_snapshot=true", *arguments, code=2)
