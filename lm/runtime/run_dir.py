@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,11 +196,10 @@ def last_logged(run: Path) -> float | None:
 
     The files are newer than their lines where they were copied, or downloaded from a bucket.
     """
-    last: Line | None = None
-    for name in ("metrics.jsonl", "samples.jsonl", "checkpoints.jsonl"):
-        for line in read_records(run / name, Line):
-            if last is None or line.step >= last.step:  # not by time: clocks are set back
-                last = line
+    names = ("metrics.jsonl", "samples.jsonl", "checkpoints.jsonl")
+    lines = chain.from_iterable(read_records(run / name, Line) for name in names)
+    # By the step first: clocks are set back. What only evaluates logs the same step again.
+    last = max(lines, key=lambda line: (line.step, line.time), default=None)
     return None if last is None else last.time
 
 

@@ -296,9 +296,12 @@ def test_session_records_the_last_write_before_it() -> None:
         line = json.dumps({"step": step, "time": when})
         (run_dir.path / f"{name}.jsonl").write_text(f"{line}\n")
     run_dir.add_session({}, {"step": 5})
-    first, second = (json.loads(line) for line in run_dir.sessions.read_text().splitlines())
-    assert (first["step"], first["last_write"], second["step"]) == (0, None, 5)
-    assert second["last_write"] == 40.0
+    with run_dir.metrics.open("a") as metrics:  # of a session that only evaluates
+        metrics.write('{"step": 8, "time": 50.0}\n')
+    run_dir.add_session({}, {"step": 8})
+    sessions = [json.loads(line) for line in run_dir.sessions.read_text().splitlines()]
+    assert [session["step"] for session in sessions] == [0, 5, 8]
+    assert [session["last_write"] for session in sessions] == [None, 40.0, 50.0]
 
 
 @pytest.mark.parametrize(
