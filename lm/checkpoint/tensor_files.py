@@ -35,6 +35,8 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 """safetensors' codes"""
 
 MAX_FILE_BYTES = 2 << 30
+MAX_FILE_TENSORS = 1 << 13
+"""whose header, with names of 400 characters, is one that is read: `MAX_JSON_BYTES`"""
 READ_BYTES = 4 << 20
 """Read at a time: what fits into the cache of a core, where it is checked and converted."""
 WRITE_BYTES = 1 << 20
@@ -75,7 +77,9 @@ def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def group_by_size(slices: Mapping[str, Rows]) -> list[list[str]]:
-    """Return the names in groups of at most `MAX_FILE_BYTES`, or of one larger slice.
+    """Return the names in groups of at most `MAX_FILE_TENSORS`.
+
+    A group has at most `MAX_FILE_BYTES`, or is one larger slice.
 
     Wider dtypes come first, so that the values of all are aligned in the file.
     """
@@ -83,7 +87,7 @@ def group_by_size(slices: Mapping[str, Rows]) -> list[list[str]]:
     filled = MAX_FILE_BYTES
     for name in sorted(slices, key=lambda name: slices[name].values.itemsize, reverse=True):
         n_bytes = slices[name].values.nbytes
-        if filled + n_bytes > MAX_FILE_BYTES:
+        if filled + n_bytes > MAX_FILE_BYTES or len(groups[-1]) == MAX_FILE_TENSORS:
             groups.append([])
             filled = 0
         groups[-1].append(name)

@@ -71,6 +71,12 @@ def test_write_tensors_is_read_by_pytorch_and_safetensors(tmp_path: Path) -> Non
     assert all(read[name].equal(tensor) for name, tensor in STATE.items())
 
 
+def test_headers_of_many_tensors_are_read(tmp_path: Path) -> None:
+    state = {f"{number:0300}": torch.zeros(1) for number in range(20_000)}
+    write(tmp_path, state)
+    assert read_headers(sorted(tmp_path.iterdir())).keys() == state.keys()
+
+
 @ALONE
 def test_read_headers_of_pytorchs_sharded_files(tmp_path: Path) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
