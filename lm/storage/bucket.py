@@ -38,6 +38,7 @@ _REMEDIES = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (AZURE_STORAGE_SAS_KEY),"
     " or AZURE_USE_AZURE_CLI=true; connection strings are not read",
 }
+_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
 
 
 def is_url(where: str | Path) -> bool:
@@ -227,7 +228,7 @@ class Bucket:
             if not is_panic(error):
                 raise
             problem = f"{self.url}: {action} failed ({_describe(error)})"
-            remedy = "set AWS_ENDPOINT_URL to a URL, e.g. https://HOST:PORT"
+            remedy = f"set {_ENDPOINTS[self._scheme]} to a URL, e.g. https://HOST:PORT"
             raise ConfigError(f"{problem}; {remedy}") from None
 
     def _our_error(self, action: str, error: Exception) -> Exception:

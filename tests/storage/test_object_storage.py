@@ -900,8 +900,15 @@ def test_soak_on_changing_machines(s3: str, tmp_path: Path) -> None:
     assert sum(map(len, lost.values())) == 3
 
 
-def test_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
-        monkeypatch.setenv(name, "a")
-    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
-        bucket.Bucket("s3://bucket/run").read("state.json")
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("s3", "AWS_ENDPOINT_URL"), ("gs", "GOOGLE_BASE_URL")]
+)
+def test_endpoint_that_is_no_url_is_refused(
+    scheme: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for credential in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(credential, "a")
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv(name, "a")
+    with pytest.raises(ConfigError, match=name):
+        bucket.Bucket(f"{scheme}://bucket/run").read("state.json")
