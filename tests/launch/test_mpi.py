@@ -171,7 +171,7 @@ def test_pbs_signals_ranks_on_the_first_node_only(
 
 @pytest.mark.parametrize(
     ("printed", "code", "says_why"),
-    [("", 1, True), ("checkpoint  step 1", 2, False)],
+    [pytest.param("", 1, True, marks=pytest.mark.slow), ("checkpoint  step 1", 2, False)],
     ids=["fails before its checkpoint", "diverges after it"],
 )
 @needs(OPEN_MPI)

@@ -961,23 +961,19 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 ORIGINAL = {"original_max_position_embeddings": 40}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "key", "longest"),
     [
         ("phi3", {"rope_parameters": LONGROPE, **ORIGINAL}, tuple(ORIGINAL), 40),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (
-                    "llama",
-                    {"rope_parameters": LONGROPE | ORIGINAL},
-                    ("rope_parameters", *ORIGINAL),
-                    40,
-                ),
-                ("stablelm", {"rope_parameters": DYNAMIC}, ("max_position_embeddings",), 256),
-                ("llama4_text", {}, ("floor_scale",), 8191),
-            )
+        (
+            "llama",
+            {"rope_parameters": LONGROPE | ORIGINAL},
+            ("rope_parameters", *ORIGINAL),
+            40,
         ),
+        ("stablelm", {"rope_parameters": DYNAMIC}, ("max_position_embeddings",), 256),
+        ("llama4_text", {}, ("floor_scale",), 8191),
     ],
 )
 def test_rows_are_limited_to_lengths_beyond_which_a_class_depends_on_them(
