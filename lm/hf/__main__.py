@@ -7,7 +7,8 @@
 RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which
 is read from where it was in training, or from DIRECTORY, and has the values that training computed
 with: dequantized ones, if it was in base_dtype. With --adapter they are written alone, in PEFT's
-format. MODEL is a directory of Hugging Face, or a name on the Hub.
+format. Of a class of transformers, the other files are copied from where the run started, or from
+DIRECTORY. MODEL is a directory of Hugging Face, or a name on the Hub.
 """
 
 from __future__ import annotations
@@ -59,12 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=dtypes,
         help="of the weights (float32; of a class of transformers: as in its files)",
     )
-    add(
-        "--base",
-        type=path_argument,
-        metavar="DIRECTORY",
-        help="a copy of the base of LoRA adapters",
-    )
+    base_help = "a copy of the base of adapters; of a class of transformers: the original model"
+    add("--base", type=path_argument, metavar="DIRECTORY", help=base_help)
     add("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
 
     examine_help = "print what of a class of transformers can be trained exactly here"
