@@ -144,9 +144,12 @@ def test_search_without_pytorch_finds_its_best_trial(tmp_path: Path) -> None:
     }
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(experiment))
     (tmp_path / "runs" / "one").mkdir(parents=True)  # so it has had its dry run
-    (answer,) = answers_to(tmp_path, [["lm.search", "one.yaml"]])
+    of_dry_run = ["lm.search", "one.yaml", "run_name=two", "n_heads=7"]
+    answer, refused = answers_to(tmp_path, [["lm.search", "one.yaml"], of_dry_run])
     assert (answer.code, answer.has_torch) == (0, False), answer
     assert "best: trial-0" in answer.stdout
+    assert (refused.code, refused.has_torch) == (2, False), refused
+    assert "n_heads: 7" in refused.stderr
 
 
 INTERRUPTED = """
