@@ -83,7 +83,7 @@ def export_model(
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
         ConfigError: no Hugging Face model has this structure (lists every key that differs), `out`
-            exists, there are no adapters, or their base is not found.
+            exists, there are no adapters, PEFT cannot load their base, or it is not found.
         RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
     if out.exists() or out.is_symlink():
@@ -186,8 +186,7 @@ def _export_of_class(
     _require_trained_model(config, opened)
     weights_dir = directory
     if manifest.base is not None:
-        is_checkpoint = (Path(manifest.base.source) / MANIFEST).exists()
-        weights_dir = open_base(manifest.base, None if is_checkpoint else opened)
+        weights_dir = open_base(manifest.base, None if _is_checkpoint(manifest.base) else opened)
     class_weights = open_weights(opened)
     tensors: dict[str, Tensor] = {}
     sources: dict[str, Source] = {}
@@ -212,6 +211,11 @@ def _export_of_class(
         files = _replace_tokenizer(tokenizer, opened)
         stop_ids = _stop_ids(tokenizer)
     return export_directory(class_weights, get_tensor, out, dtype, files, stop_ids)
+
+
+def _is_checkpoint(base: Base) -> bool:
+    """Return whether adapters were trained on a checkpoint, not on a Hugging Face model."""
+    return (Path(base.source) / MANIFEST).exists()
 
 
 def _replace_tokenizer(tokenizer: Tokenizer, source: Path) -> dict[str, bytes | None]:
@@ -280,6 +284,9 @@ def _export_adapters(
         raise ConfigError(f"{directory}: {problem}")
     if isinstance(config, ModelConfig):
         problem = f"{directory} has adapters of a model of model.py, which PEFT cannot load"
+        raise ConfigError(f"--adapter: {problem}; {_MERGED}")
+    if _is_checkpoint(manifest.base):
+        problem = f"{directory} has adapters of {manifest.base.source}, which PEFT cannot load"
         raise ConfigError(f"--adapter: {problem}; {_MERGED}")
     saved, names = _find_saved(config, str(base_dir or manifest.base.source))
     adapters = read_adapters(directory, manifest)

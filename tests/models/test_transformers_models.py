@@ -565,6 +565,8 @@ def test_adapters_on_a_checkpoint_of_a_class_are_exported_with_its_weights(
     checkpoint, _ = train_adapters(Path("runs/first"), tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"no Hugging Face model.*--base"):
         export.export_model(checkpoint, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"^--adapter: .*runs/first/.*leave it out"):
+        export.export_model(checkpoint, tmp_path / "out", base_dir=source, adapters_only=True)
     export.export_model(checkpoint, tmp_path / "out", base_dir=source)
     tokens = torch.arange(24)[None]
     with torch.no_grad():
