@@ -30,17 +30,16 @@ _MAX_PROBLEMS = 20
 def make_printable(text: str) -> str:
     """Return `text` cut to `MAX_LINE` characters, with escapes for those that are not printable.
 
-    These could change the terminal, or have no encoding there.
+    These could change the terminal, start another line, or have no encoding there.
     """
     if len(text) > MAX_LINE:
         gap = " ... "
         start = text[: MAX_LINE - len(gap) - _END]
         text = f"{start}{gap}{text[-_END:]}"
-    return re.sub(r"[^\n ]", _escape_unprintable, text)
+    return "".join(map(_escape_unprintable, text))
 
 
-def _escape_unprintable(match: re.Match[str]) -> str:
-    character = match[0]
+def _escape_unprintable(character: str) -> str:
     if character.isprintable():
         return character
     return ascii(character)[1:-1]
@@ -101,7 +100,7 @@ class RunError(Exception):
     exit_code = 1
 
     def __init__(self, *problems: str, rank_local: bool = False) -> None:
-        self.problems = tuple(make_printable(problem).replace("\n", "\\n") for problem in problems)
+        self.problems = tuple(make_printable(problem) for problem in problems)
         self.rank_local = rank_local
         super().__init__(*self.problems)
 

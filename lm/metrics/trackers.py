@@ -356,7 +356,7 @@ class Tracker(Sink):
     def _turn_off(self, reason: str) -> None:
         if not self._is_off:
             self._is_off = True
-            reason = textwrap.shorten(_without_login(make_printable(reason)), 300)
+            reason = make_printable(textwrap.shorten(_without_login(reason), 300))
             self._info(f"tracker {self._name} is off, the run continues: {reason}")
 
     def set_status(self, status: str) -> None:

@@ -23,6 +23,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.store import LocalCheckpoints
 from lm.data.run_data import DataConfig, open_data
 from lm.errors import ConfigError
+from lm.fileio import Line, read_records
 from lm.hf import __main__ as hf_main
 from lm.plan import __main__ as plan
 from lm.prepare import main as prepare_main
@@ -130,6 +131,15 @@ def test_command_exits_with_2_and_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_note_on_a_file_with_a_line_break_in_its_name_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "two\nlines.jsonl"
+    path.write_text("{}\n")
+    assert list(read_records(path, Line)) == []
     assert capsys.readouterr().err.count("\n") == 1
 
 
