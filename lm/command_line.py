@@ -1,4 +1,4 @@
-"""The command line of fsdp.py, and what other commands share: parsers and tables."""
+"""The command line of fsdp.py, and what other commands share: types of arguments, tables."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-from lm.errors import ConfigError, escape_control
+from lm.errors import ConfigError, Parser, escape_control
 from lm.fileio import expand_home
 
 Number = TypeVar("Number", int, float)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
-        raise ConfigError(message.removeprefix("argument "))
 
 
 def number(

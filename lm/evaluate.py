@@ -27,9 +27,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lm.command_line import Parser, format_table, location_argument, number
+from lm.command_line import format_table, location_argument, number
 from lm.data.progress import progress_bar
-from lm.errors import RunError, command
+from lm.errors import Parser, RunError, command
 from lm.fileio import choose_compiler_cache
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import Launch

@@ -23,9 +23,9 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lm.command_line import Parser, location_argument, number
+from lm.command_line import location_argument, number
 from lm.data.tokenizer.loading import Tokenizer
-from lm.errors import ConfigError, command, escape_control
+from lm.errors import ConfigError, Parser, command, escape_control
 from lm.fileio import choose_compiler_cache
 from lm.hf.arguments import add_loading_arguments
 from lm.launch.launch import is_thread_count_set

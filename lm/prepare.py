@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lm.command_line import Parser, location_argument, path_argument
+from lm.command_line import location_argument, path_argument
 from lm.data import run_data
 from lm.data.files import FORMATS, find_files, format_of
 from lm.data.stream import open_documents
@@ -43,7 +43,7 @@ from lm.data.tokenized import (
 from lm.data.tokenizer.file_tokenizer import END_OF_TEXT, FileTokenizer
 from lm.data.tokenizer.files import TOKENIZER_JSON
 from lm.data.tokenizer.loading import Tokenizer, load_tokenizer, train_tokenizer
-from lm.errors import ConfigError, command
+from lm.errors import ConfigError, Parser, command
 from lm.fileio import write_durably
 from lm.launch.process import run_and_exit
 from lm.model_config import MAX_SIZE

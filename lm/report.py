@@ -24,9 +24,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from lm.command_line import Parser, format_table, path_argument
+from lm.command_line import format_table, path_argument
 from lm.errors import (
     ConfigError,
+    Parser,
     command,
     escape_control,
     nearest_file,

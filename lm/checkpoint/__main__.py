@@ -24,8 +24,8 @@ from lm.checkpoint.manifest import (
     Manifest,
 )
 from lm.checkpoint.store import DraftError, SavedCheckpoint, find_best
-from lm.command_line import Parser, location_argument
-from lm.errors import command, oserror_as_config_error
+from lm.command_line import location_argument
+from lm.errors import Parser, command, oserror_as_config_error
 from lm.units import format_bytes
 
 

@@ -12,11 +12,10 @@ import sys
 import textwrap
 from collections.abc import Collection, Sequence
 
-from lm.command_line import Parser
 from lm.config.hyperparameters import FIELDS, PARTS
 from lm.config.table import key_rows, preset_rows, summary
 from lm.config.wording import nearest_key
-from lm.errors import ConfigError, command
+from lm.errors import ConfigError, Parser, command
 
 
 def _in_columns(first: str, second: str, rest: str) -> str:

@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lm.command_line import Parser, location_argument, path_argument
-from lm.errors import command
+from lm.command_line import location_argument, path_argument
+from lm.errors import Parser, command
 from lm.fileio import choose_compiler_cache
 from lm.hf.files import WEIGHT_DTYPES
 from lm.units import format_bytes

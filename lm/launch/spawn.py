@@ -21,7 +21,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from lm.errors import ConfigError, command, nearest_file, open_standard_streams
+from lm.errors import ConfigError, Parser, command, nearest_file, open_standard_streams
 from lm.launch.console import announce
 from lm.launch.machine import has_gpu
 from lm.launch.process import die_with_parent
@@ -154,9 +154,7 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int
 def main() -> int:
     """Run the command. Return its exit code."""
     open_standard_streams(lossy_stdout=True)
-    parser = argparse.ArgumentParser(
-        prog="python -m lm.launch", description="Run a script on several ranks."
-    )
+    parser = Parser(prog="python -m lm.launch", description="Run a script on several ranks.")
     parser.add_argument(
         "--nproc", type=int, help="number of ranks (default: one per GPU, or 2 without GPUs)"
     )

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.command_line import Parser, number, path_argument
+from lm.command_line import number, path_argument
 from lm.config.reading import check_values
-from lm.errors import ConfigError, command
+from lm.errors import ConfigError, Parser, command
 from lm.plan.gpus import CARDS, GPUS_PER_NODE
 
 

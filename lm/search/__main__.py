@@ -16,8 +16,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lm.command_line import Parser, number, path_argument
-from lm.errors import ConfigError, command, open_standard_streams
+from lm.command_line import number, path_argument
+from lm.errors import ConfigError, Parser, command, open_standard_streams
 from lm.launch.requirements import requires
 
 

@@ -720,7 +720,7 @@ def test_local_launch_refuses_an_invalid_command_line(arguments: list[str]) -> N
     command = [sys.executable, "-m", "lm.launch", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["-P", "-I"])
