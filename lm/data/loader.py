@@ -119,7 +119,7 @@ class Loader:
         self.validation_bytes = [self._count_bytes(i) for i in range(len(data.validation))]
         """of text of the targets of each validation set; 0 = unknown"""
         self.stream_state = data.train.initial_stream_state
-        """where they are after the training batch that was yielded last; None = no streams"""
+        """where the streams are after the batch that `training` yielded last; None = no streams"""
 
     def _count_bytes(self, number: int) -> int:
         dataset = self._data.validation[number].dataset
