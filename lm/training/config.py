@@ -431,7 +431,7 @@ class ParallelConfig(Config, frozen=True):
         " other ranks are as many groups of data parallelism",
         json_schema_extra=elsewhere(
             "context_parallel_size context_parallel_degree cp_size cp sequence_parallel_size"
-            " ulysses_sequence_parallel_size"
+            " sequence_parallel_degree ulysses_sequence_parallel_size"
         ),
     )
     layer_wrap: Logged[bool] = Field(
