@@ -51,8 +51,8 @@ def read_hyperparameters(
         6. the default
 
     But max_seq_len of 3 comes before that of 2, unless positions are learned. A preset of a size in
-    2 also drops what else shapes the model in 3, and any argument the keys in 3 that are not read
-    with it, e.g. lora_rank=null those of adapters.
+    2 also drops what else shapes the model in 3, max_steps or max_epochs in 1 the other one in 3,
+    and any argument the keys in 3 that are not read with it, e.g. lora_rank=null those of adapters.
 
     Args:
         overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal
