@@ -85,8 +85,8 @@ def _read_keys(directory: str) -> Mapping[str, Any]:
     return its_keys
 
 
-def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:
-    """Return the smallest number of GPUs, above that of `ranks`, on which a step fits.
+def advise_gpus(hp: Hyperparameters, ranks: Ranks) -> str | None:
+    """Return a line on the smallest number of GPUs, above that of `ranks`, on which a step fits.
 
     Up to 8, and then as complete nodes, as far as `total_batch_size` has a micro-batch for each;
     None = none of them is enough.
@@ -106,7 +106,8 @@ def find_fewest_gpus(hp: Hyperparameters, ranks: Ranks) -> int | None:
     index = bisect_left(counts, True, key=fits)
     if index == len(counts):
         return None
-    return counts[index]
+    nodes = format_count(math.ceil(counts[index] / GPUS_PER_NODE), "node")
+    return f"without other settings, it fits on {counts[index]} GPUs in {nodes}"
 
 
 def describe_ranks(args: argparse.Namespace, hp: Hyperparameters) -> Ranks:
@@ -199,10 +200,9 @@ def describe_plan(args: argparse.Namespace) -> Plan:
         lines.append(f"does not fit into {usable}")
         proposals = fit.propose(need, partial(change_settings, given, ranks.size))
         lines += [proposal.describe() for proposal in proposals]
-        fewest = find_fewest_gpus(given, ranks)
-        if fewest is not None:
-            nodes = format_count(math.ceil(fewest / GPUS_PER_NODE), "node")
-            lines.append(f"without other settings, it fits on {fewest} GPUs in {nodes}")
+        more_gpus = advise_gpus(given, ranks)
+        if more_gpus is not None:
+            lines.append(more_gpus)
     faster = fit.advise_batch_size(hp, need)
     if faster is not None:
         lines.append(faster)

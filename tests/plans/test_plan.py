@@ -32,9 +32,9 @@ from lm.objectives.objective import NextToken
 from lm.plan import fit, step
 from lm.plan.__main__ import main, parse_plan_arguments
 from lm.plan.describe import (
+    advise_gpus,
     change_settings,
     describe_ranks,
-    find_fewest_gpus,
     load_hyperparameters,
 )
 from lm.runtime.world import make_mesh
@@ -515,8 +515,10 @@ def test_fewest_gpus_on_which_a_step_fits() -> None:
     given = load_hyperparameters(
         parse_plan_arguments([*SMALL, "batch_size=2", "total_batch_size=20"])
     )
-    assert find_fewest_gpus(given, on_gpus(4, 0.45)) == 8
-    assert find_fewest_gpus(given, on_gpus(4, 0.3)) is None
+    advice = advise_gpus(given, on_gpus(4, 0.45))
+    assert advice is not None
+    assert advice.endswith("8 GPUs in 1 node")
+    assert advise_gpus(given, on_gpus(4, 0.3)) is None
 
 
 @pytest.mark.slow
