@@ -124,7 +124,7 @@ def write_dataset(args: argparse.Namespace, found: _Input) -> list[str]:
             started = time.monotonic()
             import_module(found.options.maker).write(draft, found.files, tokenizer, found.options)
             seconds = time.monotonic() - started
-            require_unchanged(found.files, states)
+            require_unchanged(states)
             write_manifest(draft, made_from)
     lines: list[str] = []
     n_tokens = 0

@@ -95,15 +95,15 @@ def tokenize(files: Sequence[Path], tokenizer: Tokenizer, options: Options) -> l
 
     def write(draft: Path) -> None:
         call_in_worker(options.maker, "write", draft, files, tokenizer, options)
-        require_unchanged(files, states)
+        require_unchanged(states)
 
     directory = cached(facts, write, continued_if={"files": states})
     return open_token_files(directory, options.splits, tokenizer.n_model_ids)
 
 
-def require_unchanged(files: Sequence[Path], states: Mapping[str, list[int]]) -> None:
+def require_unchanged(states: Mapping[str, list[int]]) -> None:
     """Raise RunError if a file was written since its state was one of the `file_states`."""
-    after = file_states(files)
+    after = file_states([Path(path) for path in states])
     for path, state in states.items():
         if after.get(path) != state:
             raise RunError(f"{path}: changed while it was read; run the command again")
